@@ -1,0 +1,55 @@
+# Thin: every target calls `python -m harness`, which is where the behaviour and the exit status live.
+#   make bench [MODEL= POLICY= ENGINE= LAUNCH= URL= TRAFFIC= DATA= LIMIT= OUT=] [ARGS="any Hydra override"]
+SHELL := bash
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One variable of the command line = one Hydra override of the same name in lower case; unset ones are left to recipes/.
+override VARIABLES := MODEL POLICY ENGINE LAUNCH URL TRAFFIC DATA LIMIT OUT
+OVERRIDES = $(foreach v,$(VARIABLES),$(if $($(v)),'$(shell echo $(v) | tr A-Z a-z)=$($(v))'))
+HARNESS = $(BIN)/python -m harness
+
+.DEFAULT_GOAL := help
+.PHONY: help setup bench gate calibrate tables tables-check doctor test check bench-reference bench-kernels lock clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## the virtual environment of this checkout, from requirements.lock
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "specaccept: installing into $(VENV) (once; minutes on a first run)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+bench gate calibrate tables tables-check doctor: $(STAMP)
+	@$(HARNESS) task=$(subst -,_,$@) $(OVERRIDES) $(ARGS)
+
+bench: ## strict, asd-b0 and the policy on one engine: TPS, accuracy, identity
+gate: ## B=0 against strict, complete token-id lists; python -m harness task=gate exits 0/1/2
+calibrate: ## regret at first rejections -> a frozen quantile policy
+tables: ## results/README.md and the plots, again, from the records
+tables-check: ## fails when a table differs from its records or lacks provenance
+doctor: ## what this machine can run, row by row, and why not
+
+bench-reference: $(STAMP) ## the embedded engine beside transformers' own generate, one run
+	@$(BIN)/python -m harness.engines.reference.benchmark $(ARGS)
+
+bench-kernels: $(STAMP) ## acceptance kernels against the memory floor and what engines run today (needs a GPU)
+	@$(BIN)/python -m adapters.rules.benchmark $(ARGS)
+
+test: $(STAMP) ## every test that needs no GPU
+	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+check: $(STAMP) ## ruff and mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+lock: ## requirements.lock again from pyproject.toml (a deliberate act: review the diff)
+	@$(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+cpu$$//' > requirements.lock
+
+clean: ## the virtual environment and caches; never results/
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
