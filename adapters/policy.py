@@ -75,7 +75,7 @@ class Policy:
         if self.rule != "asd":
             return self.rule
         m = "inf" if self.max_mismatches is None else self.max_mismatches
-        return f"asd(B={self.budget:g},g={self.gate:g},m={m},q={self.suffix_value})"
+        return f"asd(B={self.budget},g={self.gate},m={m},q={self.suffix_value})"
 
     def to_json(self) -> dict[str, Any]:
         """The fields that apply to the rule, infinity as null."""
