@@ -21,16 +21,17 @@ GREEDY_RULES = ("strict", "asd")
 SAMPLED_RULES = ("chain", "block")
 RULES = GREEDY_RULES + SAMPLED_RULES
 SUFFIX_VALUES = ("suffix", "normalized")
+FLOAT32_MAX = 3.4028234663852886e38  # the ledger is float32
 
 
 class PolicyError(ValueError):
     """A policy field outside its domain."""
 
 
-def _number(field: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < 0:
-        raise PolicyError(f"policy.{field}: expected a number >= 0, found {value!r}")
-    return float(value)
+def _number(field: str, value: Any, limit: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= limit:
+        raise PolicyError(f"policy.{field}: expected a number from 0 to {limit:g}, found {value!r}")
+    return float(value) + 0.0  # -0.0 and 0.0 are one policy
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Policy:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise PolicyError(f"policy.rule: expected one of {', '.join(RULES)}, found {self.rule!r}")
-        object.__setattr__(self, "budget", _number("budget", self.budget))
-        object.__setattr__(self, "gate", _number("gate", self.gate))
+        object.__setattr__(self, "budget", _number("budget", self.budget, FLOAT32_MAX))
+        object.__setattr__(self, "gate", _number("gate", self.gate, math.inf))
         m = self.max_mismatches
         if m is not None and (isinstance(m, bool) or not isinstance(m, int) or m < 0):
             raise PolicyError(f"policy.max_mismatches: expected an integer >= 0 or null, found {m!r}")
@@ -62,7 +63,7 @@ class Policy:
                 f"policy.suffix_value: expected one of {', '.join(SUFFIX_VALUES)}, found {self.suffix_value!r}"
             )
         if self.rule != "asd" and (self.budget, self.gate, m, self.suffix_value) != (0.0, math.inf, None, "suffix"):
-            raise PolicyError(f"policy: budget, gate, max_mismatches and suffix_value belong to asd, found {self.rule!r}")
+            raise PolicyError(f"policy: budget, gate, max_mismatches, suffix_value belong to asd, found {self.rule!r}")
 
     @property
     def is_strict(self) -> bool:
