@@ -1,0 +1,325 @@
+"""The configuration of one run: a dataclass per group of recipes/, composed by Hydra and checked here.
+
+Group = folder = dataclass. Hydra composes and nothing more: no working directory of its own, no log files. Every wrong
+value is a `ConfigError` of one line that names the field, what was expected and what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from adapters.policy import GREEDY_RULES, Policy, PolicyError
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "recipes"
+GROUPS = ("model", "policy", "engine", "launch", "traffic", "task")
+VERBATIM = ("url", "data", "out")  # free text: never read by Hydra's grammar
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run, in one line."""
+
+
+def _at_least(owner: Any, group: str, low: float, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not value >= low:
+            raise ConfigError(f"{group}.{name}: expected a number >= {low}, found {value!r}")
+
+
+def _one_of(group: str, name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{group}.{name}: expected one of {', '.join(choices)}, found {value!r}")
+
+
+@dataclass
+class ModelConfig:
+    """A target and its draft. target, draft: hub id, or a folder (absolute, or relative to this checkout).
+
+    gpus = 0: runs on a CPU. gpu_memory_gib: per GPU, for the reference context length.
+    calibration: JSON file whose `policy` replaces a policy marked `calibrated`.
+    policies: fields of a named policy that this model replaces.
+    """
+
+    name: str = ""
+    target: str = ""
+    draft: str = ""
+    revision: str | None = None
+    draft_revision: str | None = None
+    block_size: int = 7
+    dtype: str = "auto"
+    gpus: int = 0
+    gpu_memory_gib: int = 0
+    engines: list[str] = field(default_factory=list)
+    calibration: str | None = None
+    policies: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("model", "dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _at_least(self, "model", 1, "block_size")
+        _at_least(self, "model", 0, "gpus", "gpu_memory_gib")
+        for name in ("target", "draft"):
+            if not getattr(self, name):
+                raise ConfigError(f"model.{name}: expected a hub id or a folder, found nothing")
+
+
+@dataclass
+class PolicyConfig:
+    """adapters.policy.Policy, with the temperature it is measured at and where its numbers come from."""
+
+    name: str = ""
+    rule: str = ""
+    budget: float = 0.0
+    gate: float = math.inf
+    max_mismatches: int | None = None
+    suffix_value: str = "suffix"
+    temperature: float = 0.0
+    calibrated: bool = False
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        policy = self.policy
+        _at_least(self, "policy", 0, "temperature")
+        if (policy.rule in GREEDY_RULES) != (self.temperature == 0):
+            wanted = "0 (a greedy rule)" if policy.rule in GREEDY_RULES else "> 0 (a rule for sampled requests)"
+            raise ConfigError(f"policy.temperature: expected {wanted} for {policy.rule}, found {self.temperature}")
+
+    @property
+    def policy(self) -> Policy:
+        values = {name: getattr(self, name) for name in Policy.__dataclass_fields__}
+        try:
+            return Policy(**values)
+        except PolicyError as error:
+            raise ConfigError(str(error)) from None
+
+
+@dataclass
+class EngineConfig:
+    """An engine and how a process of it is started. Times in seconds.
+
+    requires: Python packages without which it cannot start here. adapter: the package that arms it.
+    list_requests: a list request is scheduled in order, so batched runs of equal token streams are bit-equal.
+    flags: `--name value` of the start command; true: `--name`; false and null: left out.
+    """
+
+    name: str = ""
+    module: str = ""
+    requires: list[str] = field(default_factory=list)
+    adapter: str | None = None
+    cuda: bool = False
+    list_requests: bool = False
+    max_running_requests: int = 16
+    ready_timeout_s: float = 180.0
+    request_timeout_s: float = 120.0
+    device: str | None = None
+    threads: int | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _at_least(self, "engine", 1, "max_running_requests", "threads")
+        for name in ("ready_timeout_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"engine.{name}: expected seconds > 0, found {getattr(self, name)!r}")
+
+
+@dataclass
+class LaunchConfig:
+    """How the engine is brought up. stop_timeout_s: seconds between SIGTERM and SIGKILL."""
+
+    name: str = ""
+    stop_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        _one_of("launch", "name", self.name, ("process", "attach", "docker"))
+        _at_least(self, "launch", 0, "stop_timeout_s")
+
+
+@dataclass
+class TrafficConfig:
+    """Which items. limit, data and seed are those of the command line once resolved.
+
+    max_new_tokens: None keeps what each item asks for.
+    """
+
+    name: str = ""
+    data: str | None = None
+    limit: int | None = None
+    seed: int = 0
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, "traffic", 1, "limit", "max_new_tokens")
+
+
+@dataclass
+class TaskConfig:
+    """What is done. warmup: items of the disjoint warm-up set. chunk, control: of the gate. quantile, items: of calibrate."""
+
+    name: str = ""
+    warmup: int = 2
+    chunk: int = 64
+    control: int = 32
+    quantile: float = 0.25
+    items: int = 32
+
+    def __post_init__(self) -> None:
+        _at_least(self, "task", 0, "warmup")
+        _at_least(self, "task", 1, "chunk", "control", "items")
+        if not 0 < self.quantile < 1:
+            raise ConfigError(f"task.quantile: expected a number between 0 and 1, found {self.quantile!r}")
+
+
+@dataclass
+class Config:
+    """One run. `policy_source` says where the policy's numbers came from; it is filled in by `load`."""
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(target="-", draft="-"))
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(rule="strict"))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    launch: LaunchConfig = field(default_factory=lambda: LaunchConfig(name="process"))
+    traffic: TrafficConfig = field(default_factory=TrafficConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    url: str | None = None
+    data: str | None = None
+    limit: int | None = None
+    out: str | None = None
+    seed: int = 0
+    policy_source: str = "recipe"
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit: expected an integer >= 1, found {self.limit}")
+        if self.launch.name == "attach" and not self.url:
+            raise ConfigError("url: launch=attach expects url=http://host:port, found nothing")
+        if self.launch.name != "attach" and self.url:
+            raise ConfigError(f"url: belongs to launch=attach, found it with launch={self.launch.name}")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url: expected http://host:port, found {self.url!r}")
+
+    @property
+    def results(self) -> Path:
+        return (Path(self.out) if self.out else ROOT / "results").expanduser().resolve()
+
+    def resolved(self) -> dict[str, Any]:
+        """What the record keeps: plain JSON, without the place where the record lies."""
+        value = asdict(self)
+        del value["out"], value["data"], value["limit"]
+        if self.traffic.data:  # the folder's content is in the data set's provenance; where it lay says nothing
+            value["traffic"]["data"] = Path(self.traffic.data).name
+        return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity: null stands for it, as in a policy's JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def choices(group: str) -> list[str]:
+    """Members of a group, as recipes/ has them."""
+    return sorted(path.stem for path in (RECIPES / group).glob("*.yaml"))
+
+
+def load(overrides: Sequence[str] = ()) -> Config:
+    """Compose recipes/config.yaml with Hydra overrides, check it, and settle what depends on several groups."""
+    overrides = [_verbatim(text) for text in overrides]
+    named = _check_names(overrides)
+    config = _compose(overrides)
+    _settle_policy(config, named)
+    traffic = config.traffic
+    traffic.data = str(Path(config.data).expanduser().resolve()) if config.data else traffic.data
+    traffic.limit = config.limit or traffic.limit
+    traffic.seed = config.seed
+    return config
+
+
+def _verbatim(text: str) -> str:
+    """`data=/a b/c=d` as a quoted Hydra value."""
+    key, sign, value = text.partition("=")
+    if sign and key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
+        escaped = value.replace("\\", "\\\\") if value.endswith("\\") else value
+        return f"{key}='" + escaped.replace("'", "\\'") + "'"
+    return text
+
+
+def _check_names(overrides: Sequence[str]) -> set[str]:
+    """The keys that are overridden; an unknown key or group member is an error with the choices."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"{_first_line(error)} (expected NAME=VALUE, see --help)") from None
+    top = {item.name for item in fields(Config)} - {"policy_source"}
+    for override in parsed:
+        key = override.key_or_group
+        if key.partition(".")[0] not in top or override.package is not None:
+            raise ConfigError(f"unknown override {key!r}, expected one of {', '.join(sorted(top))}")
+        if key in GROUPS:
+            member = override.value()
+            if member not in choices(key):
+                raise ConfigError(f"{key}: expected one of {', '.join(choices(key))}, found {str(member)!r}")
+    return {override.key_or_group for override in parsed}
+
+
+def _compose(overrides: Sequence[str]) -> Config:
+    try:
+        with initialize_config_dir(str(RECIPES), version_base="1.3"):
+            composed = compose("config", [text if _is_known(text) else f"++{text}" for text in overrides])
+        # Members name only what differs from their dataclass: the merge types and fills them.
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException) as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{key}: {_first_line(error)}" if key else _first_line(error)) from None
+
+
+def _is_known(text: str) -> bool:
+    """Top-level names stand in config.yaml; a field such as task.chunk need not stand in its member's YAML."""
+    return "." not in text.partition("=")[0] or text.startswith(("+", "~"))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _settle_policy(config: Config, named: set[str]) -> None:
+    """A model's own numbers replace a recipe's, and the command line replaces both."""
+    replaced: dict[str, Any] = dict(config.model.policies.get(config.policy.name, {}))
+    source = f"model {config.model.name}" if replaced else "recipe"
+    if config.policy.calibrated and config.model.calibration and (path := rooted(config.model.calibration)).exists():
+        replaced |= read_calibration(path)
+        source = f"calibration {config.model.calibration}"
+    kept = {key.partition(".")[2] for key in named if key.startswith("policy.")}
+    if unknown := sorted(set(replaced) - {item.name for item in fields(PolicyConfig)}):
+        raise ConfigError(f"model.policies.{config.policy.name}: unknown field {unknown[0]!r}")
+    for name, value in replaced.items():
+        if name not in kept:
+            setattr(config.policy, name, value)
+    config.policy.__post_init__()
+    config.policy_source = source + (f", {', '.join(sorted(kept))} from the command line" if kept else "")
+
+
+def read_calibration(path: Path) -> dict[str, Any]:
+    """The policy fields a calibration file froze."""
+    try:
+        policy = Policy.from_json(json.loads(path.read_text())["policy"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"calibration {path.name}: expected a JSON object with a policy, found {error!r}") from None
+    return asdict(policy)
+
+
+def rooted(path: str) -> Path:
+    """A path of a recipe: relative ones start at this checkout."""
+    return path_ if (path_ := Path(path).expanduser()).is_absolute() else ROOT / path_

@@ -1,0 +1,1 @@
+"""Engines: what a task asks of one (`base`), the HTTP client (`native`), the embedded engine (`reference`)."""

@@ -1,0 +1,189 @@
+"""Client of SGLang's native HTTP API, which the embedded reference engine serves too.
+
+The one difference between them is where the policy snapshot lies in /server_info: `_snapshot` knows both places.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from adapters.policy import CUSTOM_PARAM
+from harness.engines.base import EngineError, Generation, Request, Server, Snapshot
+
+SNAPSHOT_SCHEMA = 1
+
+
+class NativeClient:
+    """Synchronous, one connection per thread in use. control_timeout_s: of /health, /server_info and /flush_cache."""
+
+    def __init__(self, url: str, control_timeout_s: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self.control_timeout_s = control_timeout_s
+        self._http = httpx.Client(timeout=control_timeout_s, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def generate(self, request: Request) -> Generation:
+        started = time.monotonic()
+        body = self._post("/generate", _body([request])[0], request.deadline_s)
+        return _generation(body, request, started, time.monotonic() - started)
+
+    def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
+        if not requests:
+            return []
+        started = time.monotonic()
+        bodies = _body(requests)
+        merged = {"rid": [body["rid"] for body in bodies], "input_ids": [body["input_ids"] for body in bodies]}
+        merged["sampling_params"] = [body["sampling_params"] for body in bodies]
+        answer = self._post("/generate", merged, sum(request.deadline_s for request in requests))
+        wall = time.monotonic() - started
+        if not isinstance(answer, list) or len(answer) != len(requests):
+            found = f"{len(answer)}" if isinstance(answer, list) else type(answer).__name__
+            raise EngineError("garbled", f"/generate: expected a list of {len(requests)} answers, found {found}")
+        return [_generation(body, request, started, wall) for body, request in zip(answer, requests, strict=True)]
+
+    def server(self) -> Server:
+        info = self._get("/server_info")
+        if not isinstance(info, dict):
+            raise EngineError("garbled", f"/server_info: expected an object, found {type(info).__name__}")
+        return Server(
+            version=str(info.get("version")),
+            target=str(info.get("model_path")),
+            draft=info.get("speculative_draft_model_path"),
+            max_running_requests=info.get("max_running_requests"),
+            snapshot=_snapshot(info),
+            info=info,
+        )
+
+    def healthy(self) -> bool:
+        try:
+            return self._http.get(f"{self.url}/health", timeout=self.control_timeout_s).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def flush(self) -> None:
+        self._post("/flush_cache", None, self.control_timeout_s, parse=False)
+
+    def _get(self, path: str) -> Any:
+        return self._send("GET", path, None, self.control_timeout_s, parse=True)
+
+    def _post(self, path: str, body: Any, deadline_s: float, parse: bool = True) -> Any:
+        return self._send("POST", path, body, deadline_s, parse)
+
+    def _send(self, method: str, path: str, body: Any, deadline_s: float, parse: bool) -> Any:
+        """One exchange with a deadline on the whole of it: httpx's own timeouts start again with every byte."""
+        try:
+            with self._http.stream(method, f"{self.url}{path}", json=body, timeout=deadline_s) as response:
+                closed = threading.Event()
+                watch = threading.Timer(deadline_s, lambda: (closed.set(), response.close()))
+                watch.daemon = True
+                watch.start()
+                try:
+                    content = response.read()
+                except (httpx.HTTPError, httpx.StreamError):
+                    if closed.is_set():
+                        raise EngineError("timeout", f"{path}: no complete answer within {deadline_s:g} s") from None
+                    raise
+                finally:
+                    watch.cancel()
+        except httpx.TimeoutException:
+            raise EngineError("timeout", f"{path}: no answer within {deadline_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise EngineError("connection", f"{path}: {type(error).__name__}: {error}") from None
+        if response.status_code >= 400:
+            text = content.decode(errors="replace").strip()
+            raise EngineError("http", f"{path}: status {response.status_code}: {text[:300]}")
+        if not parse:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise EngineError("garbled", f"{path}: expected JSON, found {content[:80]!r} ({error})") from None
+
+
+def _body(requests: Sequence[Request]) -> list[dict[str, Any]]:
+    bodies = []
+    for request in requests:
+        params: dict[str, Any] = {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
+        if request.temperature > 0 and request.seed is not None:
+            params["sampling_seed"] = request.seed
+        custom: dict[str, Any] = {}
+        if request.policy is not None:
+            custom[CUSTOM_PARAM] = request.policy.to_json()
+        if request.first_rejections:
+            custom[f"{CUSTOM_PARAM}_first_rejections"] = True
+        if custom:
+            params["custom_params"] = custom
+        bodies.append({"rid": request.rid, "input_ids": list(request.input_ids), "sampling_params": params})
+    return bodies
+
+
+def _generation(body: Any, request: Request, started: float, wall: float) -> Generation:
+    """The answer, checked: a missing field or an id count that differs from the usage is an error."""
+    try:
+        meta = body["meta_info"]
+        ids = [int(token) for token in body["output_ids"]]
+        finish = meta["finish_reason"]
+        policy = meta.get("specaccept") or {}
+        rejections = policy.get("first_rejections")
+        generation = Generation(
+            output_ids=ids,
+            finish=finish["type"],
+            prompt_tokens=int(meta["prompt_tokens"]),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            steps=int(meta.get("spec_verify_ct") or 0),
+            proposed=int(meta.get("spec_num_proposed_drafts") or 0),
+            accepted=int(meta.get("spec_num_correct_drafts") or 0),
+            histogram=[int(count) for count in meta.get("spec_correct_drafts_histogram") or []],
+            policy_key=policy.get("policy"),
+            relaxed=int(policy.get("relaxed") or 0),
+            regret=float(policy.get("regret") or 0.0),
+            spent=float(policy.get("spent") or 0.0),
+            exhausted=int(policy.get("budget_exhausted") or 0),
+            started_s=started,
+            wall_s=wall,
+            server_s=meta.get("e2e_latency"),
+            first_rejections=None if rejections is None else [(float(r), int(i), int(n)) for r, i, n in rejections],
+        )
+        usage = int(meta["completion_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError("garbled", f"/generate {request.rid}: {type(error).__name__}: {error}") from None
+    if generation.finish not in ("stop", "length"):
+        raise EngineError("aborted", f"/generate {request.rid}: finish reason {finish}")
+    if len(ids) != usage or not ids:
+        raise EngineError("count", f"/generate {request.rid}: {len(ids)} output ids, completion_tokens says {usage}")
+    if generation.prompt_tokens != len(request.input_ids):
+        raise EngineError(
+            "count",
+            f"/generate {request.rid}: sent {len(request.input_ids)} ids, prompt_tokens says {generation.prompt_tokens}",
+        )
+    if len(ids) > request.max_new_tokens:
+        raise EngineError(
+            "count", f"/generate {request.rid}: {len(ids)} ids, max_new_tokens was {request.max_new_tokens}"
+        )
+    return generation
+
+
+def _snapshot(info: dict[str, Any]) -> Snapshot:
+    """The adapter's snapshot; without one, the engine runs its own acceptance and nothing here can be measured on it."""
+    found = info.get("specaccept")
+    if found is None:
+        for state in info.get("internal_states") or []:
+            record = state.get("dspark_info_record") if isinstance(state, dict) else None
+            for place in (state, record):
+                if isinstance(place, dict) and isinstance(place.get("specaccept"), dict):
+                    found = place["specaccept"]
+    if not isinstance(found, dict):
+        raise EngineError(
+            "identity", "/server_info: expected an adapter's snapshot under specaccept, found none (not armed)"
+        )
+    if found.get("schema") != SNAPSHOT_SCHEMA or not isinstance(found.get("counters"), dict):
+        raise EngineError("identity", f"specaccept.schema: expected {SNAPSHOT_SCHEMA}, found {found.get('schema')!r}")
+    return Snapshot(found)
