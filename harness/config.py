@@ -164,7 +164,10 @@ class TrafficConfig:
 
 @dataclass
 class TaskConfig:
-    """What is done. warmup: items of the disjoint warm-up set. chunk, control: of the gate. quantile, items: of calibrate."""
+    """What is done. warmup: items of the disjoint warm-up set.
+
+    chunk, control: of the gate. quantile, items: of calibrate.
+    """
 
     name: str = ""
     warmup: int = 2

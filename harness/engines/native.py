@@ -6,7 +6,6 @@ The one difference between them is where the policy snapshot lies in /server_inf
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -78,21 +77,15 @@ class NativeClient:
         return self._send("POST", path, body, deadline_s, parse)
 
     def _send(self, method: str, path: str, body: Any, deadline_s: float, parse: bool) -> Any:
-        """One exchange with a deadline on the whole of it: httpx's own timeouts start again with every byte."""
+        """One exchange. httpx's own timeout starts again with every read, hence the deadline on the whole of it."""
+        deadline = time.monotonic() + deadline_s
+        content = bytearray()
         try:
             with self._http.stream(method, f"{self.url}{path}", json=body, timeout=deadline_s) as response:
-                closed = threading.Event()
-                watch = threading.Timer(deadline_s, lambda: (closed.set(), response.close()))
-                watch.daemon = True
-                watch.start()
-                try:
-                    content = response.read()
-                except (httpx.HTTPError, httpx.StreamError):
-                    if closed.is_set():
-                        raise EngineError("timeout", f"{path}: no complete answer within {deadline_s:g} s") from None
-                    raise
-                finally:
-                    watch.cancel()
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if time.monotonic() > deadline:
+                        raise EngineError("timeout", f"{path}: no complete answer within {deadline_s:g} s")
         except httpx.TimeoutException:
             raise EngineError("timeout", f"{path}: no answer within {deadline_s:g} s") from None
         except httpx.HTTPError as error:
@@ -105,7 +98,8 @@ class NativeClient:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise EngineError("garbled", f"{path}: expected JSON, found {content[:80]!r} ({error})") from None
+            found = bytes(content[:80])
+            raise EngineError("garbled", f"{path}: expected JSON, found {found!r} ({error})") from None
 
 
 def _body(requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -157,22 +151,26 @@ def _generation(body: Any, request: Request, started: float, wall: float) -> Gen
         raise EngineError("garbled", f"/generate {request.rid}: {type(error).__name__}: {error}") from None
     if generation.finish not in ("stop", "length"):
         raise EngineError("aborted", f"/generate {request.rid}: finish reason {finish}")
-    if len(ids) != usage or not ids:
-        raise EngineError("count", f"/generate {request.rid}: {len(ids)} output ids, completion_tokens says {usage}")
-    if generation.prompt_tokens != len(request.input_ids):
-        raise EngineError(
-            "count",
-            f"/generate {request.rid}: sent {len(request.input_ids)} ids, prompt_tokens says {generation.prompt_tokens}",
-        )
-    if len(ids) > request.max_new_tokens:
-        raise EngineError(
-            "count", f"/generate {request.rid}: {len(ids)} ids, max_new_tokens was {request.max_new_tokens}"
-        )
+    _account(request, generation, usage)
     return generation
 
 
+def _account(request: Request, generation: Generation, usage: int) -> None:
+    """Counts that do not agree are an error: a rate made of them would be wrong."""
+    produced, sent, seen = len(generation.output_ids), len(request.input_ids), generation.prompt_tokens
+    if produced != usage or not produced:
+        problem = f"{produced} output ids, completion_tokens says {usage}"
+    elif produced > request.max_new_tokens:
+        problem = f"{produced} output ids, max_new_tokens was {request.max_new_tokens}"
+    elif seen != sent:
+        problem = f"sent {sent} prompt ids, prompt_tokens says {seen}"
+    else:
+        return
+    raise EngineError("count", f"/generate {request.rid}: {problem}")
+
+
 def _snapshot(info: dict[str, Any]) -> Snapshot:
-    """The adapter's snapshot; without one, the engine runs its own acceptance and nothing here can be measured on it."""
+    """The adapter's snapshot. Without one the engine runs an acceptance of its own: nothing to measure."""
     found = info.get("specaccept")
     if found is None:
         for state in info.get("internal_states") or []:
@@ -181,9 +179,7 @@ def _snapshot(info: dict[str, Any]) -> Snapshot:
                 if isinstance(place, dict) and isinstance(place.get("specaccept"), dict):
                     found = place["specaccept"]
     if not isinstance(found, dict):
-        raise EngineError(
-            "identity", "/server_info: expected an adapter's snapshot under specaccept, found none (not armed)"
-        )
+        raise EngineError("identity", "/server_info: expected a snapshot under specaccept, found none (not armed)")
     if found.get("schema") != SNAPSHOT_SCHEMA or not isinstance(found.get("counters"), dict):
         raise EngineError("identity", f"specaccept.schema: expected {SNAPSHOT_SCHEMA}, found {found.get('schema')!r}")
     return Snapshot(found)

@@ -1,0 +1,30 @@
+"""Ctrl-C, SIGTERM and a closed terminal, as one exception that unwinds everything once.
+
+The first signal raises `Interrupted` in the main thread; later ones are ignored: nothing cuts the clean-up short.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """status: the exit status a shell expects, 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise Interrupted(number)
+
+
+def install() -> None:
+    for each in SIGNALS:
+        signal.signal(each, _raise)

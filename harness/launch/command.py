@@ -1,0 +1,68 @@
+"""The start command of each engine, from its configuration."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from harness.config import Config
+
+
+def _flags(values: dict[str, Any]) -> list[str]:
+    arguments: list[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        arguments += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return arguments
+
+
+def command(config: Config, port: int) -> list[str]:
+    """argv of the engine on 127.0.0.1:port; the reference engine takes port 0 and says which one it got."""
+    model, engine = config.model, config.engine
+    gpus = max(model.gpus, 1)
+    if engine.name == "reference":
+        own: dict[str, Any] = {
+            "model-path": model.target,
+            "draft-path": model.draft,
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": None if model.dtype == "auto" else model.dtype,
+            "device": engine.device,
+            "max-running-requests": engine.max_running_requests,
+            "threads": engine.threads,
+            "seed": config.seed,
+        }
+    elif engine.name == "sglang":
+        own = {
+            "model-path": model.target,
+            "speculative-algorithm": "DSPARK",
+            "speculative-draft-model-path": model.draft,
+            "speculative-dspark-block-size": model.block_size,
+            "dtype": None if model.dtype == "auto" else model.dtype,
+            "tp-size": gpus,
+            "max-running-requests": engine.max_running_requests,
+            "random-seed": config.seed,
+            "host": "127.0.0.1",
+            "port": port,
+        }
+    elif engine.name == "lightllm":
+        own = {
+            "model_dir": model.target,
+            "mtp_mode": "dspark",
+            "mtp_draft_model_dir": model.draft,
+            "mtp_step": model.block_size,
+            "data_type": None if model.dtype == "auto" else model.dtype,
+            "tp": gpus,
+            "running_max_req_size": engine.max_running_requests,
+            "host": "127.0.0.1",
+            "port": port,
+        }
+    else:
+        raise ValueError(f"engine.name: no start command for {engine.name!r}")
+    return [sys.executable, "-m", engine.module, *_flags(own | engine.flags)]
+
+
+def printable(argv: list[str]) -> str:
+    """The command for the record: without the place of the interpreter."""
+    return " ".join(["python", *argv[1:]])

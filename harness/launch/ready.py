@@ -1,0 +1,43 @@
+"""When an engine counts as ready: it answers, it is the one expected, and it generates the same ids twice.
+
+A green /health proves none of the three.
+"""
+
+from __future__ import annotations
+
+from adapters.policy import Policy
+from harness.config import Config
+from harness.engines.base import EngineClient, EngineError, Request, Snapshot
+
+PROBE_IDS = (1, 2, 3, 5, 7, 11)
+PROBE_TOKENS = 8
+
+
+def check_adapter(config: Config, snapshot: Snapshot, nonce: str | None = None) -> None:
+    """Raises EngineError("identity") unless the snapshot is an armed adapter of this engine (and this launch)."""
+    for name, expected, found in (
+        ("specaccept.adapter", config.engine.name, snapshot.raw.get("adapter")),
+        ("specaccept.armed", True, snapshot.raw.get("armed")),
+        *((("specaccept.nonce", nonce, snapshot.nonce),) if nonce is not None else ()),
+    ):
+        if expected != found:
+            raise EngineError("identity", f"{name}: expected {expected!r}, found {found!r}")
+
+
+def probe(client: EngineClient, config: Config) -> None:
+    """Two greedy answers to the same ids. Raises EngineError."""
+    answers = []
+    for turn in range(2):
+        request = Request(
+            rid=f"probe-{turn}",
+            input_ids=PROBE_IDS,
+            max_new_tokens=PROBE_TOKENS,
+            policy=Policy("strict"),
+            deadline_s=config.engine.request_timeout_s,
+        )
+        answers.append(client.generate(request))
+    first, second = (answer.output_ids for answer in answers)
+    if first != second:
+        raise EngineError("identity", f"probe: expected the same greedy ids twice, found {first} and {second}")
+    if answers[0].policy_key != "strict":
+        raise EngineError("identity", f"probe: asked for policy strict, answered under {answers[0].policy_key!r}")

@@ -1,0 +1,92 @@
+"""Reading records back, and refusing those that do not hold together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from harness.records.run import JOURNAL, RECORD, REQUESTS, identity_digest, plan_digest, read_rows, sha256
+from harness.records.schema import METRIC_VERSION, SCHEMA_VERSION, Record, Row, seal
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A record and its rows. problems: why it cannot be published, a line each; empty for a sound record."""
+
+    folder: Path
+    record: Record | None
+    rows: list[Row]
+    problems: list[str]
+
+    @property
+    def complete(self) -> bool:
+        return self.record is not None and self.record.status == "complete" and not self.problems
+
+
+def read(folder: Path) -> Loaded:
+    try:
+        record = msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError) as error:
+        return Loaded(folder, None, [], [f"{folder.name}: {RECORD}: {error}"])
+    problems = [f"{folder.name}: {problem}" for problem in _problems(folder, record)]
+    rows: list[Row] = []
+    if (folder / REQUESTS).exists() and not problems:
+        rows = read_rows(folder / REQUESTS)
+    return Loaded(folder, record, rows, problems)
+
+
+def read_all(results: Path) -> list[Loaded]:
+    """Every run below results/runs, oldest first."""
+    runs = results / "runs"
+    return [read(folder) for folder in sorted(runs.iterdir()) if folder.is_dir()] if runs.is_dir() else []
+
+
+def _problems(folder: Path, record: Record) -> list[str]:
+    problems = []
+
+    def expect(name: str, expected: object, found: object) -> None:
+        if expected != found:
+            problems.append(f"{name}: expected {expected!r}, found {found!r}")
+
+    expect("id", folder.name, record.id)
+    expect("schema_version", SCHEMA_VERSION, record.schema_version)
+    expect("metric_version", METRIC_VERSION, record.metric_version)
+    expect("seal (record.json was edited)", seal(record), record.seal)
+    expect("identity.plan", plan_digest(record.identity), record.identity.plan)
+    if record.status == "complete":
+        problems += [f"{name}: expected a value, found none (provenance)" for name in _absent(record)]
+        if record.identity.digest is not None:
+            expect("identity.digest", identity_digest(record.identity), record.identity.digest)
+    if record.requests_sha256 is not None:
+        path = folder / REQUESTS
+        expect(REQUESTS, record.requests_sha256, sha256(path) if path.exists() else None)
+    elif not (folder / JOURNAL).exists():
+        problems.append(f"{JOURNAL}: expected the journal of an unfinished run, found none")
+    return problems
+
+
+def _absent(record: Record) -> list[str]:
+    """Provenance that a complete record must have. code.commit may be absent where the SHA-256 names the content."""
+    identity = record.identity
+    needed = {
+        "identity.digest": identity.digest,
+        "identity.config": identity.config,
+        "identity.code.sha256": identity.code.get("sha256"),
+        "identity.target": identity.target.get("revision") or identity.target.get("sha256"),
+        "identity.draft": identity.draft.get("revision") or identity.draft.get("sha256"),
+        "identity.data": identity.data,
+        "identity.adapter_files": identity.adapter_files,
+        "identity.engine": identity.engine,
+        "environment.cpu": record.environment.get("cpu"),
+        "environment.packages": record.environment.get("packages"),
+        "launch": record.launch,
+        "server": record.server,
+        "arms": record.arms,
+        "summary": record.summary,
+        "verdict": record.verdict,
+        "finished": record.finished,
+        "requests_sha256": record.requests_sha256,
+    }
+    return [name for name, value in needed.items() if not value]

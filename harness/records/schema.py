@@ -1,0 +1,138 @@
+"""What a record holds. SCHEMA_VERSION: its shape. METRIC_VERSION: how the numbers in it are computed.
+
+`seal` is the SHA-256 of everything else in record.json, and `requests_sha256` that of requests.parquet: an edited record
+is seen, and its summary is computed again from the rows whenever tables are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+import msgspec
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+METRIC_VERSION = 1
+
+Status = Literal["incomplete", "complete", "failed"]
+Outcome = Literal["pass", "fail", "inconclusive"]
+
+
+class Verdict(msgspec.Struct, forbid_unknown_fields=True):
+    """outcome: exit status 0, 1, 2. reasons: why it is not a pass, a line each."""
+
+    outcome: Outcome
+    reasons: list[str]
+
+
+class Arm(msgspec.Struct, forbid_unknown_fields=True):
+    """One policy on one set of items. counters: of the policy's key, before and after the arm's requests."""
+
+    policy: dict[str, Any]
+    policy_key: str
+    policy_source: str
+    temperature: float
+    expected: int
+    counters_before: dict[str, Any] | None = None
+    counters_after: dict[str, Any] | None = None
+
+
+class Identity(msgspec.Struct, forbid_unknown_fields=True):
+    """What the numbers belong to.
+
+    plan: digest of what was asked (configuration, code, revisions): the key of resuming. digest: plan and what was
+    observed (adapter files, engine version, image digest): the key of tables.
+    """
+
+    plan: str
+    digest: str | None
+    config: dict[str, Any]
+    code: dict[str, Any]
+    target: dict[str, Any]
+    draft: dict[str, Any]
+    data: dict[str, Any]
+    adapter_files: dict[str, str] | None = None
+    engine: dict[str, Any] | None = None
+    image_digest: str | None = None
+
+
+class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    schema_version: int = SCHEMA_VERSION
+    metric_version: int = METRIC_VERSION
+    id: str
+    task: str
+    status: Status
+    created: str
+    finished: str | None = None
+    identity: Identity
+    environment: dict[str, Any]
+    launch: dict[str, Any] | None = None
+    server: dict[str, Any] | None = None
+    workload: dict[str, Any]
+    arms: dict[str, Arm] = {}
+    gates: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    verdict: Verdict | None = None
+    error: str | None = None
+    rows: int = 0
+    requests_sha256: str | None = None
+    seal: str | None = None
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One request of one arm. Times in seconds: started_s since the run's first request, wall_s on the client.
+
+    error: kind of the infrastructure error, None for an answer. outcome, parsed: of scoring, None until scored.
+    steps: verify steps. proposed: drafts verified. accepted: drafts accepted. histogram[n]: steps with n accepted.
+    """
+
+    arm: str
+    policy_key: str
+    order: int
+    item: str
+    task: str
+    prompt_sha256: str
+    prompt_tokens: int
+    seed: int | None = None
+    started_s: float = 0.0
+    wall_s: float = 0.0
+    server_s: float | None = None
+    error: str | None = None
+    detail: str | None = None
+    output_ids: list[int] = []
+    text: str = ""
+    finish: str | None = None
+    cached_tokens: int = 0
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    histogram: list[int] = []
+    relaxed: int = 0
+    regret: float = 0.0
+    spent: float = 0.0
+    exhausted: int = 0
+    outcome: str | None = None
+    parsed: str | None = None
+
+
+def _arrow(name: str, kind: Any) -> pa.Field:
+    kinds = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "list[int]": pa.list_(pa.int64())}
+    base, _, optional = str(kind).partition(" | ")
+    return pa.field(name, kinds[base], nullable=bool(optional))
+
+
+ROWS = pa.schema([_arrow(name, kind) for name, kind in Row.__annotations__.items()])
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys: equal values have equal bytes."""
+    return msgspec.json.encode(msgspec.to_builtins(value), order="deterministic")
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def seal(record: Record) -> str:
+    return digest(msgspec.to_builtins(record) | {"seal": None})
