@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from random import Random
 from typing import Any, Protocol, TypeVar
 
 SPLITS: dict[str, range] = {
-    "train": range(0, 1_000_000_000),
+    "train": range(1_000_000_000),
     "calibration": range(1_000_000_000, 1_000_100_000),
     "warmup": range(1_000_100_000, 1_000_200_000),
     "test": range(1_000_200_000, 1_000_300_000),
@@ -61,7 +61,7 @@ def draw(seed: int, salt: str, make: Callable[[Random], T]) -> T:
 _TOKEN = re.compile(r"\[|\]|\||\{\w+\}|[^\[\]|{}]+")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(template: str) -> tuple[Any, ...]:
     stack: list[list[list[Any]]] = [[[]]]
     for token in _TOKEN.findall(template):

@@ -29,15 +29,8 @@ _NAMES = [
     )
     for name in names.split()
 ]  # fmt: skip
-_THINGS = [tuple(pair.split("/")) for pair in (
-    "apple/apples orange/oranges pear/pears marble/marbles sticker/stickers stamp/stamps shell/shells card/cards coin/coins "
-    "button/buttons bead/beads pencil/pencils balloon/balloons cookie/cookies muffin/muffins candle/candles egg/eggs "
-    "toy/toys ribbon/ribbons flower/flowers"
-).split()]  # fmt: skip
-_GOODS = [tuple(pair.split("/")) for pair in (
-    "pen/pens notebook/notebooks shirt/shirts hat/hats book/books ticket/tickets cake/cakes sandwich/sandwiches plant/plants "
-    "mug/mugs scarf/scarves lamp/lamps ball/balls puzzle/puzzles poster/posters"
-).split()]  # fmt: skip
+_THINGS = [tuple(pair.split("/")) for pair in ["apple/apples", "orange/oranges", "pear/pears", "marble/marbles", "sticker/stickers", "stamp/stamps", "shell/shells", "card/cards", "coin/coins", "button/buttons", "bead/beads", "pencil/pencils", "balloon/balloons", "cookie/cookies", "muffin/muffins", "candle/candles", "egg/eggs", "toy/toys", "ribbon/ribbons", "flower/flowers"]]  # fmt: skip
+_GOODS = [tuple(pair.split("/")) for pair in ["pen/pens", "notebook/notebooks", "shirt/shirts", "hat/hats", "book/books", "ticket/tickets", "cake/cakes", "sandwich/sandwiches", "plant/plants", "mug/mugs", "scarf/scarves", "lamp/lamps", "ball/balls", "puzzle/puzzles", "poster/posters"]]  # fmt: skip
 _FRACTIONS = ((1, 2, "half"), (1, 3, "a third"), (1, 4, "a quarter"), (1, 5, "a fifth"), (2, 3, "two thirds"),
               (3, 4, "three quarters"), (2, 5, "two fifths"))  # fmt: skip
 _PERCENTS = (10, 20, 25, 30, 40, 50, 60, 75, 80)
