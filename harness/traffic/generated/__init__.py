@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from random import Random
 from typing import Any, Protocol, TypeVar
 

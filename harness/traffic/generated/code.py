@@ -299,7 +299,8 @@ def _write(made: Problem, rng: Random) -> tuple[list[str], list[str]]:
             target = current
         else:
             target = rng.choice([name for name in _NAMES[op.result] if name != current])
-        keep, each = op.keep and rng.choice(op.keep).format(**values), op.each and rng.choice(op.each).format(**values)
+        keep = rng.choice(op.keep).format(**values) if op.keep else ""
+        each = rng.choice(op.each).format(**values) if op.each else ""
         if op.keep or op.each:
             expr = f"[{each or v} for {v} in {current}{f' if {keep}' if keep else ''}]"
             notes.append(keep or each)
@@ -327,7 +328,8 @@ def _write(made: Problem, rng: Random) -> tuple[list[str], list[str]]:
 def _make(rng: Random) -> Problem:
     source = rng.choice(("ints", "ints", "ints", "str", "str", "int"))
     while True:
-        kind, chain = source, []
+        kind = source
+        chain: list[tuple[Operation, Any]] = []
         for index in range(rng.randint(MIN_OPERATIONS, MAX_OPERATIONS)):
             pool = [
                 op

@@ -138,7 +138,7 @@ class _Story:
     def choose(self, pool: list[Any] | tuple[Any, ...] | range) -> Any:
         return pool[int(self.rng.random() * len(pool))]
 
-    def int(self, low: int, high: int) -> int:
+    def between(self, low: int, high: int) -> int:
         return low + int(self.rng.random() * (high - low + 1))
 
     def tell(self, template: str, /, **values: Any) -> None:
@@ -206,14 +206,14 @@ def _event(s: _Story, n: int) -> int:
     """One thing that happens to n items: returns how many there are then, or n itself when nothing fitted."""
     kind = s.choose(("buy", "give", "packs", "part", "percent", "double", "lose", "share"))
     if kind == "buy":
-        k = s.int(4, 85)
+        k = s.between(4, 85)
         s.tell(
             "[Then |Later, |The next day, |After that, |][{name}|{they}] [buys|finds|gets|collects|is given] {k} [more|more {items}|additional {items}].",
             k=k,
         )
         return s.add(n, k, _NOW, k=k)
     if kind in ("give", "lose") and n > 12:
-        k = s.int(3, n - 5)
+        k = s.between(3, n - 5)
         if kind == "give":
             s.tell(
                 "[Then |Later, |After that, |][{name}|{they}] [gives|hands|sends] {k} [of them|{items}] to [{their} [brother|sister|neighbor|cousin|best friend]|a friend].",
@@ -226,7 +226,7 @@ def _event(s: _Story, n: int) -> int:
             )
         return s.sub(n, k, _LEFT, k=k)
     if kind == "packs":
-        m, k = s.int(2, 9), s.int(3, 15)
+        m, k = s.between(2, 9), s.between(3, 15)
         s.tell(
             "[{name}|{they}] [also |then |][buys|gets|receives] {m} [packs|boxes|bags] [of|with] {k} {items}[ each| in each|].",
             m=m,
@@ -289,19 +289,19 @@ def _event(s: _Story, n: int) -> int:
 
 def _inventory(s: _Story) -> Problem:
     thing, things = s.choose(_THINGS)
-    n = s.int(12, 180)
+    n = s.between(12, 180)
     s.bind(item=thing, items=things, start=n)
     s.tell(
         "{name} [has|owns|starts with|begins with|collected|has a [box|bag|jar|basket] [of|with]] {start} {items}[| at home| in {their} room| on {their} shelf]."
     )
-    events = s.int(2, 4)
+    events = s.between(2, 4)
     while events:
         after = _event(s, n)
         events -= after != n
         n = after
     end = s.choose(("left", "left", "sell", "bags"))
     if end == "sell" and n > 0:
-        price = s.int(2, 9)
+        price = s.between(2, 9)
         s.tell(
             "[Then |In the end, |Finally, |][{name}|{they}] [sells|decides to sell] [all of them|every {item}|all the {items}] [for|at] ${price} [each|apiece|per {item}].",
             price=price,
@@ -334,7 +334,7 @@ def _inventory(s: _Story) -> Problem:
 
 
 def _shopping(s: _Story) -> Problem:
-    kinds = s.int(2, 3)
+    kinds = s.between(2, 3)
     goods = s.rng.sample(_GOODS, kinds)
     place = s.choose(("shop", "store", "market", "mall", "fair"))
     s.tell(
@@ -343,7 +343,7 @@ def _shopping(s: _Story) -> Problem:
     )
     prices = []
     for index, (one, many) in enumerate(goods):
-        count, price = s.int(2, 12), s.int(2, 25)
+        count, price = s.between(2, 12), s.between(2, 25)
         s.tell(
             "[{name}|{they}] [buys|gets|picks|also buys|takes] {count} {many} [at|for|that cost] ${price} [each|apiece|per {one}].|{many} cost ${price} [each|apiece], and [{name}|{they}] [buys|gets|takes] {count}[ of them|].",
             count=count,
@@ -384,7 +384,7 @@ def _shopping(s: _Story) -> Problem:
                 p=p,
             )
         else:
-            off = s.int(2, max(2, min(20, total // 3)))
+            off = s.between(2, max(2, min(20, total // 3)))
             s.tell(
                 "[{they} has|{name} uses|the clerk gives {them}] a [coupon|voucher|gift card] [worth|for] ${off}.",
                 off=off,
@@ -428,7 +428,7 @@ def _shopping(s: _Story) -> Problem:
 
 
 def _earnings(s: _Story) -> Problem:
-    wage, hours, days = s.int(7, 30), s.int(2, 9), s.int(2, 7)
+    wage, hours, days = s.between(7, 30), s.between(2, 9), s.between(2, 7)
     job = s.choose(
         ("in a cafe", "at a farm", "as a painter", "in a library", "as a tutor", "at a garage", "in a bakery")
     )
@@ -463,7 +463,7 @@ def _earnings(s: _Story) -> Problem:
             days=days,
         )
     if s.rng.random() < 0.5:
-        tips = s.int(5, 90)
+        tips = s.between(5, 90)
         s.tell(
             "[{name}|{they}] [also |]gets [${tips} in tips|a bonus of ${tips}|${tips} from a [happy |]customer].",
             tips=tips,
@@ -491,7 +491,7 @@ def _earnings(s: _Story) -> Problem:
             total, gone, "[that leaves|{they} keeps|{name} has] {e} dollars[ left|].|{e} dollars [remain|are left]."
         )
     elif total > 40:
-        cost = s.int(8, total - 20)
+        cost = s.between(8, total - 20)
         s.tell(
             "[Then |After that, |][{name}|{they}] [spends|pays] ${cost} [on|for] [rent|food|a gift|shoes|a bike|the bus].",
             cost=cost,
@@ -508,19 +508,19 @@ def _earnings(s: _Story) -> Problem:
 def _compare(s: _Story) -> Problem:
     _, things = s.choose(_THINGS)
     s.bind(items=things)
-    people, counts = [s.values["name"]], [s.int(6, 60)]
+    people, counts = [s.values["name"]], [s.between(6, 60)]
     s.tell("{name} has {n} {items}[| in {their} collection| at home].", n=counts[0])
-    for _ in range(s.int(2, 3)):
+    for _ in range(s.between(2, 3)):
         while True:
             other = s.choose(_NAMES)[0]
             if other not in people:
                 break
-        ref = s.int(max(0, len(people) - 2), len(people) - 1)
+        ref = s.between(max(0, len(people) - 2), len(people) - 1)
         base, who = counts[ref], people[ref]
         relation = s.choose(("more", "fewer", "times", "part", "percent"))
         said = "{other} has {e} {items}.|the number of {items} {other} has is {e}.|that means {other} has {e} {items}.|{other} [owns|holds] {e} {items}."
         if relation == "more":
-            k = s.int(3, 48)
+            k = s.between(3, 48)
             s.tell(
                 "{other} has {k} more {items} than {who}[ does|].|{other} has {k} more than {who}[ does|].",
                 other=other,
@@ -529,7 +529,7 @@ def _compare(s: _Story) -> Problem:
             )
             n = s.add(base, k, said, other=other)
         elif relation == "times" and base < 130:
-            k = s.int(2, 5)
+            k = s.between(2, 5)
             s.tell("{other} has {times} as many [{items} |]as {who}[ does|].", other=other, times=_TIMES[k], who=who)
             n = s.mul(base, k, said, other=other)
         elif relation == "part" and _parts(base):
@@ -546,11 +546,11 @@ def _compare(s: _Story) -> Problem:
             )
             n = s.percent(p, base, said, other=other)
         elif base > 9:
-            k = s.int(2, base - 4)
+            k = s.between(2, base - 4)
             s.tell("{other} has {k} [fewer|less] [{items} |]than {who}[ does|].", other=other, k=k, who=who)
             n = s.sub(base, k, said, other=other)
         else:
-            k = s.int(3, 40)
+            k = s.between(3, 40)
             s.tell("{other} has {k} more {items} than {who}[ does|].", other=other, k=k, who=who)
             n = s.add(base, k, said, other=other)
         people.append(other)
@@ -584,8 +584,8 @@ def _travel(s: _Story) -> Problem:
     s.bind(unit=unit, way=way)
     s.tell("{name} [is on a [long |]trip|goes on a trip|plans a trip|sets off][| to see {their} family| to the coast].")
     legs = []
-    for index in range(s.int(2, 3)):
-        speed, hours = s.int(12, 75), s.int(2, 6)
+    for index in range(s.between(2, 3)):
+        speed, hours = s.between(12, 75), s.between(2, 6)
         s.tell(
             ("[At first|First], " if index == 0 else "[Then|After that|Later], ")
             + "[{name}|{they}] {way} [for {hours} hours at {speed} {unit} per hour|at {speed} {unit} per hour for {hours} hours|at a speed of {speed} {unit} per hour for {hours} hours].",
@@ -611,7 +611,7 @@ def _travel(s: _Story) -> Problem:
         )
     end = s.choose(("total", "left", "fuel"))
     if end == "left":
-        whole = total + s.int(15, 240)
+        whole = total + s.between(15, 240)
         s.tell("The [whole trip|entire trip|road|trip] is {whole} {unit}[ long|].", whole=whole)
         s.tell("How many {unit} [are left|remain|does {name} still have to go]?")
         total = s.sub(
@@ -623,7 +623,7 @@ def _travel(s: _Story) -> Problem:
     rates = [k for k in range(4, 31) if total % k == 0]
     if end == "fuel" and rates:
         k = s.choose(rates)
-        price = s.int(2, 6)
+        price = s.between(2, 6)
         s.tell(
             "The [car|van|motorbike] [goes|can go|gets] {k} {unit} [on|per] [one |a |]liter of fuel[, and a liter costs ${price}|, which costs ${price} per liter].",
             k=k,
@@ -689,7 +689,7 @@ def _groups(s: _Story) -> Problem:
         3,
     )
     rest = n
-    for index in range(s.int(1, 2)):
+    for index in range(s.between(1, 2)):
         if s.rng.random() < 0.5 and _rates(rest):
             p = s.choose(_rates(rest))
             s.tell(
@@ -728,7 +728,7 @@ def _groups(s: _Story) -> Problem:
                 what=what[index],
             )
         else:
-            k = s.int(5, rest - 4)
+            k = s.between(5, rest - 4)
             s.tell(
                 "{k} of [the rest|the others|those left] {what}." if index else "{k} of the {people} {what}.",
                 k=k,
@@ -743,7 +743,7 @@ def _groups(s: _Story) -> Problem:
         if rest < 12:
             break
     if s.rng.random() < 0.5 and rest > 10:
-        k = s.int(3, rest - 3)
+        k = s.between(3, rest - 3)
         s.tell(
             "{k} of [the rest|the others|those left] {what}[, and all others do nothing of this|].", k=k, what=what[2]
         )
@@ -754,7 +754,7 @@ def _groups(s: _Story) -> Problem:
             "[there are|that leaves] {e} {people}[ who do nothing|].|{e} {people} [are left|remain].|the number [left |]is {e}.",
         )
         return s.made("groups", rest, people)
-    fee = s.int(2, 12)
+    fee = s.between(2, 12)
     s.tell("[The rest|All others|Everyone else] [pay|pays|has to pay] a fee of ${fee}[ each|].", fee=fee)
     s.tell("How much money does the {place} [collect|get|receive][ in dollars|]?")
     return s.made(
@@ -780,7 +780,7 @@ def _bakery(s: _Story) -> Problem:
         )
     )
     s.bind(good=good, goods=goods)
-    trays, each, days = s.int(2, 9), s.choose((6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 24)), s.int(2, 6)
+    trays, each, days = s.between(2, 9), s.choose((6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 24)), s.between(2, 6)
     s.tell(
         "{name} [bakes|makes] {trays} trays of {goods} [every day|a day|each day].|[Every|Each] day {name} [bakes|makes] {trays} trays of {goods}.",
         trays=trays,
@@ -792,7 +792,7 @@ def _bakery(s: _Story) -> Problem:
         "[{name}|{they}] [bakes|makes] {e} {goods} [a|per|each|every] day.|[the trays hold|one day gives|that is] {e} {goods}[ per day|].|the daily number [of {goods} |]is {e}.",
     )
     if s.rng.random() < 0.5:
-        eaten = s.int(2, min(20, daily - 4))
+        eaten = s.between(2, min(20, daily - 4))
         s.tell(
             "{their} [family|children|neighbors] [eat|eats|take] {eaten} of them [every day|each day|a day].",
             eaten=eaten,
@@ -810,7 +810,7 @@ def _bakery(s: _Story) -> Problem:
     )
     sizes = [k for k in range(2, 25) if total % k == 0 and total > k]
     if s.rng.random() < 0.6 and sizes:
-        k, price = s.choose(sizes), s.int(3, 15)
+        k, price = s.choose(sizes), s.between(3, 15)
         s.tell(
             "[After|At the end of] {days} days, [{name}|{they}] packs [all of them|the {goods}|everything] [in|into] boxes of {k}[ each|] and sells [each|every] box for ${price}.",
             days=days,
@@ -837,7 +837,7 @@ def _bakery(s: _Story) -> Problem:
 
 
 def _savings(s: _Story) -> Problem:
-    start, weekly, weeks = s.int(5, 90), s.int(4, 35), s.int(3, 15)
+    start, weekly, weeks = s.between(5, 90), s.between(4, 35), s.between(3, 15)
     thing = s.choose(("a bike", "a guitar", "a phone", "a camera", "a tent", "a skateboard", "a telescope"))
     s.bind(thing=thing)
     s.tell("{name} [wants to buy|is saving for|dreams of buying] {thing}.")
@@ -847,7 +847,7 @@ def _savings(s: _Story) -> Problem:
         weekly=weekly,
     )
     if s.rng.random() < 0.5:
-        spend = s.int(1, weekly - 2)
+        spend = s.between(1, weekly - 2)
         s.tell(
             "[But |However, |][{they}|{name}] [spends|uses] ${spend} [of it |][a|per|each|every] week [on|for] [snacks|comics|the bus|games].",
             spend=spend,
@@ -886,7 +886,7 @@ def _savings(s: _Story) -> Problem:
         saved,
         "[with the money from before, |with the start, |][{name}|{they}] has {e} dollars.|[altogether|in total], [that is|{they} has] {e} dollars.|the [sum|total] is {e}[ dollars|].",
     )
-    price = total + s.int(5, 180)
+    price = total + s.between(5, 180)
     s.tell("{thing} costs ${price}.", price=price)
     s.tell(
         "How much [more |]money [does {name} still need|is {name} short|is missing] after {weeks} weeks[ in dollars|]?",
@@ -915,7 +915,7 @@ def _garden(s: _Story) -> Problem:
         )
     )
     s.bind(plant=plant, plants=plants)
-    rows, each = s.int(3, 20), s.choose((5, 6, 8, 10, 12, 15, 20, 25, 30))
+    rows, each = s.between(3, 20), s.choose((5, 6, 8, 10, 12, 15, 20, 25, 30))
     s.tell(
         "[{name} plants|In {their} garden, {name} plants|On {their} farm, {name} sets] {rows} rows of {plants}[,| with] {each} [in each row|in every row|per row].",
         rows=rows,
@@ -953,11 +953,11 @@ def _garden(s: _Story) -> Problem:
             "[that leaves|there are] {e} {plants}[ left|].|{e} {plants} [remain|are left].|[{name}|{they}] [still |]has {e} {plants}.",
         )
     if s.rng.random() < 0.5:
-        k = s.int(2, 9)
+        k = s.between(2, 9)
         s.tell(
             "[{name}|{they}] [gives|hands] {k} {plants} to each of {their} {m} [neighbors|friends|cousins].",
             k=k,
-            m=(m := s.int(2, 4)),
+            m=(m := s.between(2, 4)),
         ) if n > 40 else s.tell("[||It is a sunny year.|The soil is good.]")
         if n > 40:
             gone = s.mul(
@@ -970,7 +970,7 @@ def _garden(s: _Story) -> Problem:
                 gone,
                 "[that leaves|there are] {e} {plants}[ left|].|{e} {plants} [remain|are left].|[{name}|{they}] [still |]has {e} {plants}.",
             )
-    price = s.int(2, 8)
+    price = s.between(2, 8)
     s.tell(
         "[{name}|{they}] sells [the rest|the remaining {plants}|all that are left] [for|at] ${price} [each|apiece].",
         price=price,
