@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +109,15 @@ class PolicyConfig:
 class EngineConfig:
     """An engine and how a process of it is started. Times in seconds.
 
-    requires: Python packages without which it cannot start here. adapter: the package that arms it.
+    api: the client that speaks to it. requires: Python packages without which it cannot start here.
+    adapter: the package that arms it.
     list_requests: a list request is scheduled in order, so batched runs of equal token streams are bit-equal.
     flags: `--name value` of the start command; true: `--name`; false and null: left out.
     """
 
     name: str = ""
     module: str = ""
+    api: str = "native"
     requires: list[str] = field(default_factory=list)
     adapter: str | None = None
     cuda: bool = False
@@ -237,12 +240,23 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (RECIPES / group).glob("*.yaml"))
 
 
+@lru_cache(maxsize=64)
+def _read(group: str, name: str) -> Any:
+    return OmegaConf.load(RECIPES / group / f"{name}.yaml")
+
+
+def member(group: str, name: str) -> Any:
+    """One member of a group as its dataclass, without the rest of a configuration."""
+    kind = {item.name: item.default_factory for item in fields(Config) if item.name in GROUPS}[group]
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(type(kind())), _read(group, name)))
+
+
 def load(overrides: Sequence[str] = ()) -> Config:
     """Compose recipes/config.yaml with Hydra overrides, check it, and settle what depends on several groups."""
     overrides = [_verbatim(text) for text in overrides]
     named = _check_names(overrides)
     config = _compose(overrides)
-    _settle_policy(config, named)
+    settle_policy(config, named)
     traffic = config.traffic
     traffic.data = str(Path(config.data).expanduser().resolve()) if config.data else traffic.data
     traffic.limit = config.limit or traffic.limit
@@ -297,7 +311,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _settle_policy(config: Config, named: set[str]) -> None:
+def settle_policy(config: Config, named: Collection[str] = ()) -> None:
     """A model's own numbers replace a recipe's, and the command line replaces both."""
     replaced: dict[str, Any] = dict(config.model.policies.get(config.policy.name, {}))
     source = f"model {config.model.name}" if replaced else "recipe"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from harness.config import Config, choices, load, rooted
+from harness.config import Config, choices, member, rooted
+from harness.engines import CLIENTS
 from harness.engines.checkpoint import is_hub_id, is_local
 from harness.launch.base import LaunchError
 
@@ -41,11 +42,18 @@ def installed(package: str) -> bool:
         return False
 
 
+def pair(model: str, engine: str) -> Config:
+    """The configuration of a model on an engine, by name."""
+    return Config(model=member("model", model), engine=member("engine", engine))
+
+
 def unsupported(config: Config) -> str | None:
     """Why this pair can run nowhere (a property of the project, not of the machine), or None."""
     model, engine = config.model, config.engine
     if engine.name not in model.engines:
         return f"{model.name} runs on {', '.join(model.engines)} only"
+    if engine.api not in CLIENTS:
+        return f"no client for {engine.name} in this version"
     if engine.adapter and not installed(engine.adapter):
         return f"no adapter for {engine.name} in this version"
     return None
@@ -80,11 +88,11 @@ def require(config: Config) -> None:
 
 def runnable() -> tuple[str, str] | None:
     """A model and an engine this machine can run, the largest model first."""
-    pairs = [load([f"model={model}", f"engine={engine}"]) for model in choices("model") for engine in choices("engine")]
-    fitting = [pair for pair in pairs if unsupported(pair) is None and not missing(pair)]
+    pairs = [pair(model, engine) for model in choices("model") for engine in choices("engine")]
+    fitting = [each for each in pairs if unsupported(each) is None and not missing(each)]
     if not fitting:
         return None
-    best = max(fitting, key=lambda pair: (pair.model.gpus * pair.model.gpu_memory_gib, pair.engine.name == "reference"))
+    best = max(fitting, key=lambda each: (each.model.gpus * each.model.gpu_memory_gib, each.engine.name == "reference"))
     return best.model.name, best.engine.name
 
 

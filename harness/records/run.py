@@ -69,6 +69,10 @@ class Run:
         return run
 
     @property
+    def closed(self) -> bool:
+        return self._journal.closed
+
+    @property
     def log(self) -> Path:
         return self.folder / LOG
 

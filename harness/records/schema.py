@@ -1,7 +1,7 @@
 """What a record holds. SCHEMA_VERSION: its shape. METRIC_VERSION: how the numbers in it are computed.
 
-`seal` is the SHA-256 of everything else in record.json, and `requests_sha256` that of requests.parquet: an edited record
-is seen, and its summary is computed again from the rows whenever tables are checked.
+`seal` is the SHA-256 of everything else in record.json, `requests_sha256` that of requests.parquet: an edited record is
+seen, and its summary is computed again from the rows whenever tables are checked.
 """
 
 from __future__ import annotations

@@ -1,0 +1,80 @@
+"""python -m harness: Hydra overrides in, an exit status out. 0 pass, 1 fail, 2 inconclusive or not run.
+
+128 + n: stopped by signal n, with what was measured kept. Errors are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from textwrap import dedent
+
+from harness import interrupt
+from harness.config import GROUPS, Config, ConfigError, choices, load
+from harness.engines.base import EngineError
+from harness.launch.base import LaunchError
+from harness.tasks import INCONCLUSIVE, find
+from harness.tasks.errors import TaskError
+
+TASKS = {
+    "bench": "strict, asd-b0 and the policy, interleaved on one engine: throughput, accuracy, identity",
+    "gate": "B = 0 against strict: complete token-id lists, with a positive control",
+    "calibrate": "regret at first rejections of a strict arm -> a quantile policy",
+    "tables": "results/README.md and its plots, again, from the records",
+    "tables-check": "whether tables and records hold together",
+    "doctor": "what this machine can run, and why not",
+}
+EXAMPLES = """
+    python -m harness task=bench
+    python -m harness task=bench model=tiny-qwen3 policy=asd traffic=gsm8k data=PATH limit=200
+    python -m harness task=bench policy=asd policy.budget=4 out=/tmp/results
+    python -m harness task=bench policy=block traffic=generated-code
+    python -m harness task=gate traffic=generated limit=200
+    python -m harness task=bench launch=attach engine=sglang url=http://127.0.0.1:30000
+"""
+
+
+def usage() -> str:
+    lines = [
+        "usage: python -m harness [task=TASK] [GROUP=MEMBER ...] [GROUP.FIELD=VALUE ...] [NAME=VALUE ...]",
+        "",
+        "tasks:",
+    ]
+    lines += [f"  {name:13} {text}" for name, text in TASKS.items()]
+    lines += ["", "groups:"]
+    lines += [f"  {group:13} {', '.join(choices(group))}" for group in GROUPS if group != "task"]
+    lines += [
+        "",
+        "names:",
+        "  limit         items (default: what the traffic says)",
+        "  data          folder of a local data set",
+        "  url           server to measure, with launch=attach",
+        "  out           root of records and tables (default: results)",
+        "  seed          item order, sampling and bootstrap",
+        "",
+        "exit status: 0 pass, 1 fail, 2 inconclusive or not run, 128 + n stopped by signal n",
+        "",
+        "examples:",
+        dedent(EXAMPLES).strip("\n").replace("python", "  python"),
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if {"-h", "--help", "help"} & set(arguments):
+        print(usage())
+        return 0
+    interrupt.install()
+    try:
+        config: Config = load(arguments)
+        return find(config.task.name)(config)
+    except (ConfigError, LaunchError, EngineError, TaskError) as error:
+        print(f"specaccept: {error}", file=sys.stderr)
+        return INCONCLUSIVE
+    except interrupt.Interrupted as signal:
+        print(f"specaccept: stopped by {signal}; what was measured is kept", file=sys.stderr)
+        return signal.status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

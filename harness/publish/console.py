@@ -1,0 +1,97 @@
+"""The terminal: progress bars with live throughput, and the table a run ends with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from harness.publish.cells import COLUMNS, FOOTNOTE, arm_cells
+from harness.records import Record, Row
+
+WIDE = 240  # where the output is no terminal, nothing is folded
+
+
+class Bars:
+    """A bar per arm on stderr: items done, tokens per second so far."""
+
+    def __init__(self, arms: Sequence[str], total: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tps]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        width = max(map(len, arms))
+        self._tasks: dict[str, TaskID] = {
+            arm: self._progress.add_task(arm.ljust(width), total=total, tps="") for arm in arms
+        }
+        self._totals = dict.fromkeys(arms, (0, 0.0))
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def add(self, row: Row) -> None:
+        self._advance(row.arm, 1, len(row.output_ids), row.wall_s)
+
+    def add_all(self, rows: Sequence[Row]) -> None:
+        """Rows of one list request share their wall time."""
+        self._advance(rows[0].arm, len(rows), sum(len(row.output_ids) for row in rows), rows[0].wall_s)
+
+    def _advance(self, arm: str, count: int, tokens: int, wall_s: float) -> None:
+        done, wall = self._totals[arm][0] + tokens, self._totals[arm][1] + wall_s
+        self._totals[arm] = done, wall
+        rate = f"{done / wall:7.1f} tokens/s" if wall else ""
+        self._progress.update(self._tasks[arm], advance=count, tps=rate)
+
+
+def table(columns: Iterable[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
+    """One table on stdout."""
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE, color_system=None)
+    made = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left")
+    for row in rows:
+        made.add_row(*row)
+    console.print(made)
+
+
+def report(record: Record, folder: Path) -> None:
+    """The end of a run: table or gate, verdict with its reasons, where the record lies."""
+    config = record.identity.config
+    traffic = f"{config['traffic']['name']}, {len(record.workload['items'])} items"
+    title = f"{config['model']['name']} on {config['engine']['name']}, {traffic}"
+    if record.task == "gate":
+        _gate(record, title)
+    else:
+        table(COLUMNS, [arm_cells(record, arm) for arm in record.arms], title)
+        print(FOOTNOTE)
+    assert record.verdict is not None
+    print(f"verdict: {record.verdict.outcome}" + "".join(f"\n  {reason}" for reason in record.verdict.reasons))
+    print(f"record:  {os.path.relpath(folder)}")
+
+
+def _gate(record: Record, title: str) -> None:
+    found, control = record.gates["identity"], record.gates["control"]
+    print(title)
+    print(
+        f"identity: {found['compared']} of {found['expected']} outputs compared ({found['tokens']:,} tokens), "
+        f"{found['mismatches']} differ; mismatch rate at most {100 * found['bound']:.2g} % (95 %)"
+    )
+    print(
+        f"control:  {control['policy']} relaxed {control['relaxed']} mismatches and changed "
+        f"{control['outputs_changed']} of {control['items']} outputs"
+    )

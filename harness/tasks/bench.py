@@ -1,0 +1,55 @@
+"""task=bench: arms interleaved item by item on one server, one request at a time; scored once the engine is down.
+
+The order of the arms rotates with the item, so that no arm always follows the same one, and a machine that slows down
+slows all of them. Counters are read before the first and after the last timed request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.config import Config
+from harness.publish.console import Bars, report
+from harness.publish.tables import write
+from harness.tasks import STATUS
+from harness.tasks.arms import Plan, plan
+from harness.tasks.scoring import score_rows
+from harness.tasks.session import Session, session
+from harness.tasks.summary import judge, summarize
+
+
+def run(config: Config) -> int:
+    arms = plan(config)
+    with session(config, arms, {"concurrency": 1, "order": "arms rotate by item"}) as this:
+        with this.serving():
+            warm_up(this, arms)
+            before = this.snapshot().counters
+            measure(this, arms)
+            after = this.snapshot().counters
+        record = this.run.record
+        for arm in record.arms.values():
+            arm.counters_before, arm.counters_after = before.get(arm.policy_key), after.get(arm.policy_key)
+        score_rows(this.traffic, this.run.rows)
+        record.summary = summarize(record, this.run.rows)
+        record.gates, verdict = judge(record, this.run.rows)
+        this.run.finish("complete", verdict)
+    report(record, this.run.folder)
+    write(config.results)
+    return STATUS[verdict.outcome]
+
+
+def warm_up(this: Session, arms: Sequence[Plan]) -> None:
+    """Every arm on items that are never measured. An engine that cannot answer these is not worth measuring."""
+    for item in this.traffic.warmup[: this.config.task.warmup]:
+        for arm in arms:
+            this.engine.client.generate(this.request(arm, item))
+
+
+def measure(this: Session, arms: Sequence[Plan]) -> None:
+    with Bars([arm.name for arm in arms], len(this.traffic.items)) as bars:
+        for order, item in enumerate(this.traffic.items):
+            turn = order % len(arms)
+            for arm in (*arms[turn:], *arms[:turn]):
+                row = this.ask(arm, item, order)
+                this.run.append(row)
+                bars.add(row)

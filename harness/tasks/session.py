@@ -1,0 +1,214 @@
+"""What every measuring task does around its measurement: data, record, engine, proof of identity, an end in order.
+
+Whatever happens in between, the engine is stopped and the record says how far it got.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from adapters.telemetry import file_hashes
+from harness.config import Config
+from harness.engines.base import EngineError, Generation, Request, Snapshot
+from harness.engines.checkpoint import CheckpointError, tokenizer
+from harness.engines.tokenizer import Tokenizer, TokenizerError
+from harness.interrupt import Interrupted
+from harness.launch import LaunchError, RunningEngine, launch
+from harness.launch.capability import require, unsupported
+from harness.records import Row, Run
+from harness.records.provenance import environment, identity
+from harness.tasks.arms import Plan
+from harness.tasks.errors import TaskError
+from harness.traffic import Item, Traffic, load
+from harness.traffic.chat import render
+
+MAX_FAILURES = 5  # in a row: the engine is gone or broken, and every further item would say so again
+
+
+@dataclass
+class Session:
+    """An open run: its record, items and tokenizer, and the engine while `serving`.
+
+    prompts: input ids by item id, rendered and encoded once.
+    """
+
+    config: Config
+    traffic: Traffic
+    tokenizer: Tokenizer
+    run: Run
+    _engine: RunningEngine | None = None
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    failures: int = 0
+    origin_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def engine(self) -> RunningEngine:
+        assert self._engine is not None, "the engine is up inside serving() only"
+        return self._engine
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The engine, up, proven and recorded; down again afterwards, so that scoring never runs beside it."""
+        print(f"specaccept: {self.config.model.name} on {self.config.engine.name}: starting", file=sys.stderr)
+        with launch(self.config, self.run.log) as engine:
+            _observe(self.config, self.run, engine)
+            self._engine = engine
+            self.origin_s = time.monotonic()
+            yield
+        self._engine = None
+
+    def prompt(self, item: Item) -> list[int]:
+        if item.id not in self.prompts:
+            self.prompts[item.id] = render(self.tokenizer, item)
+        return self.prompts[item.id]
+
+    def request(self, arm: Plan, item: Item, **more: Any) -> Request:
+        cap = self.config.traffic.max_new_tokens
+        return Request(
+            rid=f"{arm.name}-{item.id}",
+            input_ids=self.prompt(item),
+            max_new_tokens=min(item.max_new_tokens, cap) if cap else item.max_new_tokens,
+            policy=arm.policy,
+            temperature=arm.temperature,
+            seed=None if arm.greedy else sampling_seed(self.config.seed, item.id),
+            deadline_s=self.config.engine.request_timeout_s,
+            **more,
+        )
+
+    def ask(self, arm: Plan, item: Item, order: int) -> Row:
+        """One request; an error becomes a row of its own, several in a row end the run."""
+        started = time.monotonic()
+        request = self.request(arm, item)
+        try:
+            answer = self.engine.client.generate(request)
+        except EngineError as error:
+            return self._failed(self.blank(arm, item, order, request, started), error, time.monotonic() - started)
+        self.failures = 0
+        return self.answered(self.blank(arm, item, order, request, answer.started_s), answer)
+
+    def ask_many(self, arm: Plan, items: Sequence[Item], first: int) -> list[Row]:
+        """One list request. wall_s of each row is that of the list: rows of a list have no time of their own."""
+        started = time.monotonic()
+        requests = [self.request(arm, item) for item in items]
+        rows = [self.blank(arm, *pair, started) for pair in _zip(items, first, requests)]
+        try:
+            answers = self.engine.client.generate_many(requests)
+        except EngineError as error:
+            wall = time.monotonic() - started
+            return [self._failed(row, error, wall) for row in rows]
+        self.failures = 0
+        return [self.answered(row, answer) for row, answer in zip(rows, answers, strict=True)]
+
+    def blank(self, arm: Plan, item: Item, order: int, request: Request, started: float) -> Row:
+        ids = ",".join(map(str, request.input_ids)).encode()
+        return Row(
+            arm=arm.name,
+            policy_key=arm.policy.key,
+            order=order,
+            item=item.id,
+            task=item.task,
+            prompt_sha256=hashlib.sha256(ids).hexdigest(),
+            prompt_tokens=len(request.input_ids),
+            seed=request.seed,
+            started_s=started - self.origin_s,
+        )
+
+    def answered(self, row: Row, answer: Generation) -> Row:
+        ids = answer.output_ids
+        shown = ids[:-1] if answer.finish == "stop" and ids[-1] in self.tokenizer.stop_ids else ids
+        row.policy_key = answer.policy_key or ""
+        row.output_ids, row.text = ids, self.tokenizer.decode(shown, skip_special_tokens=False)
+        row.finish, row.wall_s, row.server_s = answer.finish, answer.wall_s, answer.server_s
+        row.cached_tokens, row.steps = answer.cached_tokens, answer.steps
+        row.proposed, row.accepted, row.histogram = answer.proposed, answer.accepted, answer.histogram
+        row.relaxed, row.regret, row.spent, row.exhausted = (
+            answer.relaxed,
+            answer.regret,
+            answer.spent,
+            answer.exhausted,
+        )
+        return row
+
+    def _failed(self, row: Row, error: EngineError, wall: float) -> Row:
+        row.error, row.detail, row.wall_s = error.kind, str(error), wall
+        self.failures += 1
+        if self.failures >= MAX_FAILURES:
+            self.run.append(row)
+            self.engine.check_alive()
+            raise TaskError(f"{self.failures} requests failed in a row, the last one with {error}")
+        return row
+
+    def snapshot(self) -> Snapshot:
+        """The adapter's state; it must still be the adapter this run started with."""
+        found = self.engine.client.server().snapshot
+        expected = self.engine.server.snapshot.identity
+        if found.identity != expected:
+            changed = sorted(name for name in expected if found.identity.get(name) != expected[name])
+            raise EngineError("identity", f"the adapter changed under the run: {', '.join(changed) or 'other fields'}")
+        return found
+
+
+def _zip(items: Sequence[Item], first: int, requests: Sequence[Request]) -> Iterator[tuple[Item, int, Request]]:
+    for offset, (item, request) in enumerate(zip(items, requests, strict=True)):
+        yield item, first + offset, request
+
+
+def sampling_seed(seed: int, item: str) -> int:
+    """Of one item, equal in every arm; 31 bits."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{item}".encode()).digest()[:4], "big") >> 1
+
+
+@contextmanager
+def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> Iterator[Session]:
+    """A run with its items ready and its record open. Left without `run.finish`: the record says why."""
+    if config.launch.name == "process":
+        require(config)
+    elif reason := unsupported(config):
+        raise LaunchError(f"{config.model.name} on {config.engine.name}: {reason}")
+    try:
+        words = tokenizer(config.model.target, config.model.revision)
+        traffic = load(config.traffic)
+    except (CheckpointError, TokenizerError, ValueError, OSError) as error:
+        raise TaskError(str(error).splitlines()[0]) from None
+    items = {
+        "traffic": traffic.name,
+        "items": [item.id for item in traffic.items],
+        "warmup": [item.id for item in traffic.warmup[: config.task.warmup]],
+    }
+    run = Run.create(
+        config.results, config.task.name, identity(config, traffic.provenance), environment(), items | workload
+    )
+    run.record.arms = {arm.name: arm.record(len(traffic.items)) for arm in arms}
+    try:
+        yield Session(config, traffic, words, run)
+        assert run.closed, "a task finishes its run"
+    except BaseException as error:
+        if not run.closed:
+            stopped = isinstance(error, Interrupted)
+            text = f"interrupted by {error}" if stopped else f"{type(error).__name__}: {error}"
+            run.finish("incomplete" if stopped else "failed", None, text)
+        raise
+
+
+def _observe(config: Config, run: Run, engine: RunningEngine) -> None:
+    server, snapshot = engine.server, engine.server.snapshot
+    if engine.nonce is not None and snapshot.raw.get("files") != (own := file_hashes()):
+        theirs = snapshot.raw.get("files") or {}
+        name = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))[0]
+        raise LaunchError(f"engine: identity: adapter file {name} differs from this checkout's")
+    run.record.launch = engine.how | {"attached": engine.nonce is None}
+    run.record.server = {
+        "version": server.version,
+        "target": server.target,
+        "draft": server.draft,
+        "max_running_requests": server.max_running_requests,
+        "adapter": {name: value for name, value in snapshot.identity.items() if name != "files"},
+    }
+    reported = {"adapter": snapshot.raw.get("adapter"), **(snapshot.raw.get("engine") or {})}
+    run.observe(snapshot.raw.get("files") or {}, reported, engine.how["image_digest"])
