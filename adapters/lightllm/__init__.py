@@ -1,0 +1,1 @@
+"""ASD in LightLLM's MTP verification, armed from outside the engine. README.md has seams and launch commands."""

@@ -1,0 +1,125 @@
+"""What a step really committed, counted on the host after the engine's own EOS and length cuts. No torch.
+
+The engine's mtp_* counters of a request run past its end; these do not, so they can be compared with output ids.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from adapters.arm import SAMPLED_REQUEST, serving_rule
+from adapters.policy import Policy
+from adapters.rules.asd.report import BUDGET
+from adapters.telemetry import Telemetry
+
+
+@dataclass
+class Marks:
+    """What the adapter keeps on an engine request (InferReq), which lives as long as the request owns its slot.
+
+    temperature: of a greedy request; None: sampled. drafts: columns that hold its current proposal, 0: junk.
+    entered: its slot of the ledger was reset for it. is_open: its slot has a budget now.
+    """
+
+    temperature: float | None
+    drafts: int = 0
+    entered: bool = False
+    is_open: bool = False
+
+
+ATTRIBUTE = "_specaccept_marks"
+
+
+def marks_of(req: Any) -> Marks:
+    """The marks of a request, made on first sight. Greedy on this engine: top_k = 1, whatever the temperature."""
+    marks = getattr(req, ATTRIBUTE, None)
+    if marks is None:
+        param = req.sampling_param.shm_param
+        marks = Marks(float(param.temperature) if param.top_k == 1 else None)
+        setattr(req, ATTRIBUTE, marks)
+    return marks
+
+
+@dataclass
+class Step:
+    """One verify call as the host knows it: requests in row order, rows and live drafts of each.
+
+    regret: per row, the charged regret of a relaxed row, negative elsewhere; stop: per request. Empty where the
+    engine's own kernel decided. Filled after the step's copy to the host was waited for.
+    """
+
+    requests: list[Any]
+    rows: list[int]
+    live: list[int]
+    regret: Sequence[float] = ()
+    stop: Sequence[int] = ()
+
+
+def step_of(run_reqs: Sequence[Any]) -> Step:
+    """run_reqs: the request of every verified row; the rows of one request are contiguous."""
+    step = Step([], [], [])
+    for req in run_reqs:
+        if step.requests and step.requests[-1] is req:
+            step.rows[-1] += 1
+        else:
+            step.requests.append(req)
+            step.rows.append(1)
+    step.live = [min(rows - 1, marks_of(req).drafts) for req, rows in zip(step.requests, step.rows, strict=True)]
+    return step
+
+
+@dataclass
+class Account:
+    """Adds finished steps to the telemetry. Two threads post-process steps in turn."""
+
+    telemetry: Telemetry
+    policy: Policy
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, step: Step | None, run_reqs: Sequence[Any], packs: Sequence[Any], ended_before: set[int]) -> None:
+        """Count what one post-processing call reported.
+
+        run_reqs, packs: the engine's accepted rows and their update packs. ended_before: id() of requests that had
+        ended before this call: their rows are past the end. step: None for a prefill.
+        """
+        with self.lock:
+            outputs: dict[int, list[int]] = {}
+            for req, pack in zip(run_reqs, packs, strict=True):
+                if id(req) not in ended_before:
+                    outputs.setdefault(id(req), []).append(pack.output_len)
+            if step is not None:
+                first = 0
+                for n, req in enumerate(step.requests):
+                    if id(req) in outputs:
+                        self._block(step, n, first, outputs[id(req)])
+                    first += step.rows[n]
+            for req in {id(req): req for req in run_reqs if id(req) in outputs}.values():
+                if req.finish_status.is_finished():
+                    self._request(req)
+
+    def _block(self, step: Step, n: int, first: int, outputs: list[int]) -> None:
+        req, accepted = step.requests[n], len(outputs)
+        if req.finish_status.is_finished():
+            end = req.shm_req.finish_token_index - req.shm_req.input_len + 1
+            outputs = [position for position in outputs if position <= end]
+        drafts = min(len(outputs), accepted - 1)
+        sampled = marks_of(req).temperature is None
+        counters = self.telemetry.of("strict" if sampled else self.policy)
+        regret = [r for r in step.regret[first : first + drafts] if r >= 0]
+        counters.blocks += 1
+        counters.drafts_verified += step.live[n]
+        counters.relaxed += len(regret)
+        counters.strict_accepted += drafts - len(regret)
+        counters.regret_charged += sum(regret) * (1.0 if sampled else marks_of(req).temperature or 1.0)
+        counters.committed_tokens += len(outputs)
+        if step.stop and step.stop[n] == BUDGET and step.live[n] > 0 and not sampled and len(outputs) == accepted:
+            counters.budget_exhausted += 1
+
+    def _request(self, req: Any) -> None:
+        counters = self.telemetry.of(self.policy)
+        counters.requests += 1
+        if serving_rule(self.policy, marks_of(req).temperature is None)[1] == SAMPLED_REQUEST:
+            counters.fall_back(SAMPLED_REQUEST)

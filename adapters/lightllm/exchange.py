@@ -1,0 +1,124 @@
+"""How a harness reads the counters of a LightLLM server, which has no endpoint to put them behind: files in a folder.
+
+SPECACCEPT_TELEMETRY_DIR names the folder. A reader writes a token into `ask`; every rank answers with `rank-N.json`:
+its snapshot and the token, replaced atomically. The counters are host numbers, so answering never touches the device.
+The token, not a clock, proves that an answer is newer than the question: it works across a container's bind mount.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = "SPECACCEPT_TELEMETRY_DIR"
+ASK = "ask"
+POLL_S = 0.05
+
+
+class NoAnswer(RuntimeError):
+    """No complete answer in time, or ranks that contradict each other."""
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+class Responder:
+    """Answers for one rank. snapshot: () -> JSON object. world: how many ranks share the folder."""
+
+    def __init__(self, folder: Path, rank: int, world: int, snapshot: Callable[[], dict[str, Any]]) -> None:
+        self.ask, self.file = folder / ASK, folder / f"rank-{rank}.json"
+        self.rank, self.world, self.snapshot = rank, world, snapshot
+        self.answered: str | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def answer(self) -> bool:
+        """Answer a question not answered yet. True: it did."""
+        token = _read(self.ask)
+        if not token or token == self.answered:
+            return False
+        record = self.snapshot() | {"rank": self.rank, "world": self.world, "answers": token}
+        _write(self.file, json.dumps(record))
+        self.answered = token
+        return True
+
+    def start(self) -> threading.Thread:
+        """Answer for as long as the process lives."""
+
+        def poll() -> None:
+            while True:
+                self.answer()
+                time.sleep(POLL_S)
+
+        thread = threading.Thread(target=poll, name="specaccept-telemetry", daemon=True)
+        thread.start()
+        return thread
+
+
+def ask(folder: Path | str, timeout_s: float = 10.0) -> dict[str, Any]:
+    """One snapshot of the whole server, taken after this call began: counters summed over ranks. Raises NoAnswer."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise NoAnswer(f"{FOLDER}: expected a folder, found none at {folder}")
+    token = uuid.uuid4().hex
+    _write(folder / ASK, token)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answers = [a for a in map(_answer, sorted(folder.glob("rank-*.json"))) if a and a.get("answers") == token]
+        if answers and len(answers) == answers[0]["world"]:
+            return merge(answers)
+        if time.monotonic() > deadline:
+            world = answers[0]["world"] if answers else "any number of"
+            raise NoAnswer(f"{folder}: expected {world} ranks to answer within {timeout_s:g} s, found {len(answers)}")
+        time.sleep(POLL_S / 2)
+
+
+def _answer(path: Path) -> dict[str, Any] | None:
+    text = _read(path)
+    return json.loads(text) if text else None
+
+
+def merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One snapshot of several ranks. All must be armed alike: an unarmed rank would commit other tokens."""
+    differ = ("counters", "rank", "answers")
+    alike = [{key: value for key, value in answer.items() if key not in differ} for answer in answers]
+    for answer, rest in zip(answers, alike, strict=True):
+        if rest != alike[0]:
+            field = next(key for key in rest if rest[key] != alike[0].get(key))
+            raise NoAnswer(
+                f"rank {answer['rank']}: {field}: expected {alike[0].get(field)!r} as rank {answers[0]['rank']}, "
+                f"found {rest[field]!r}"
+            )
+    counters: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for key, found in answer["counters"].items():
+            counters[key] = _add(counters[key], found) if key in counters else found
+    merged = alike[0]
+    ranks = merged.pop("world")
+    return merged | {"ranks": ranks, "counters": counters}
+
+
+def _add(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Counters added field by field, fallbacks by reason."""
+    return {
+        name: _add(one.get(name, {}), other.get(name, {}))
+        if isinstance(one.get(name, other.get(name)), dict)
+        else one.get(name, 0) + other.get(name, 0)
+        for name in sorted(set(one) | set(other))
+    }

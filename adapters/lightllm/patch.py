@@ -1,0 +1,335 @@
+"""The wrappers, put in place as LightLLM's modules finish loading.
+
+One decode step, in one thread: `sample` picks an id per row -> (overlap site: ids are queued for the host) ->
+`mtp_verify` -> consumers of the ids -> `scatter` writes the next proposal -> ... -> `_post_handle`, ids on the host.
+Two threads take steps in turn: what a step leaves for its later seams is thread-local, matched by tensor identity.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters.lightllm import accept, account, exchange, seams
+from adapters.lightllm.account import Account, Step, marks_of, step_of
+from adapters.policy import Policy
+from adapters.telemetry import Telemetry
+
+LOST = "logits not found"
+
+
+@dataclass
+class Sampled:
+    """What `sample` saw and chose in this thread's step. ids, logprobs: the engine's own tensors."""
+
+    logits: Tensor
+    requests: list[Any]
+    ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor | None = None
+    rank: Callable[[Tensor, Tensor], Tensor] | None = None
+    host: tuple[Tensor, ...] | None = None  # pinned copies queued before verification
+
+
+class Local(threading.local):
+    sampled: Sampled | None = None
+    step: Step | None = None
+    copies: tuple[Tensor, Tensor] | None = None  # pinned regret and stop of this step
+    pinned: tuple[Tensor, Tensor] | None = None
+
+
+class Engine:
+    """The armed state of one model process."""
+
+    def __init__(self, policy: Policy, root: Path) -> None:
+        self.policy, self.root, self.layout = policy, root, seams.layout_of(root)
+        self.telemetry = Telemetry("lightllm", "lightllm", seams.engine_version(root), policy)
+        self.account = Account(self.telemetry, policy)
+        self.ledger: accept.Ledger | None = None
+        self.local = Local()
+        self.installed: set[str] = set()
+        self.lost = False
+        # A test turns this off to show that it would notice: every column then counts as a proposal.
+        self.check_proposals = True
+
+    def sampled(self, logits: Tensor, requests: list[Any], ids: Tensor, logprobs: Tensor) -> None:
+        self.local.sampled = Sampled(logits, requests, ids, logprobs)
+
+    def verify(
+        self, strict: Callable[..., tuple[Tensor, Tensor]], table: Tensor, starts: Tensor, ids: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(accept_len [N], accepted_index [R]) of a verify call; relaxed ids and log-probabilities edited in place."""
+        local = self.local
+        sampled, local.sampled, local.step, local.copies = local.sampled, None, None, None
+        own = partial(strict, table, starts, ids, slots)
+        if self.lost or sampled is None or sampled.ids is not ids or len(sampled.requests) != ids.shape[0]:
+            self._lose()
+            return own()
+        local.step = step = step_of(sampled.requests)
+        if len(step.requests) != starts.shape[0]:
+            self._lose()
+            return own()
+        if self.policy.is_strict or not self._prepare(step, table):
+            return own()
+        assert self.ledger is not None
+        verdict = accept.judge(table, starts, ids, slots, sampled.logits, self.ledger, max(step.rows) - 1)
+        regret = accept.commit(verdict, ids, sampled.logprobs, sampled.logits)
+        if sampled.rank is not None and sampled.ranks is not None:
+            sampled.ranks.copy_(sampled.rank(sampled.logits, ids))
+        if sampled.host is not None:
+            self._copy_again(sampled)
+        local.copies = self._to_host(regret, verdict.stop)
+        return verdict.accept_len, verdict.accepted
+
+    def _lose(self) -> None:
+        """A verify call whose logits cannot be told: strict from here on, and no longer published as armed."""
+        if not self.lost:
+            print(f"specaccept: {LOST}: strict from here on, not armed", file=sys.stderr, flush=True)
+        self.lost, self.telemetry.armed = True, False
+        self.telemetry.of(self.policy).fall_back(LOST)
+
+    def _prepare(self, step: Step, table: Tensor) -> bool:
+        """Bring the ledger to this step's requests; False: nothing of it may be relaxed."""
+        if self.ledger is None:
+            self.ledger = accept.Ledger.empty(self.policy, table.shape[0], table.device)
+        ledger, some = self.ledger, False
+        for req, rows, live in zip(step.requests, step.rows, step.live, strict=True):
+            marks = marks_of(req)
+            if marks.temperature is None:
+                if not marks.entered:  # the last owner may have left a budget
+                    ledger.enter(req.req_idx, 1.0)
+                    marks.entered = True
+                continue
+            if not marks.entered:
+                ledger.enter(req.req_idx, marks.temperature)
+                marks.entered = True
+            proposed = rows > 1 and (live == rows - 1 or not self.check_proposals)
+            if proposed != marks.is_open:
+                if proposed:
+                    ledger.open(req.req_idx, marks.temperature)
+                else:
+                    ledger.close(req.req_idx)
+                marks.is_open = proposed
+            some |= proposed
+        return some
+
+    @staticmethod
+    def _copy_again(sampled: Sampled) -> None:
+        """The host's copies were queued before verification: queue them once more behind it, into the same memory.
+
+        The engine waits for an event recorded later on this stream before it reads them.
+        """
+        assert sampled.host is not None
+        ids, logprobs, ranks = sampled.host
+        ids.copy_(sampled.ids.view(ids.shape), non_blocking=True)
+        logprobs.copy_(sampled.logprobs.view(logprobs.shape), non_blocking=True)
+        if sampled.ranks is not None and sampled.rank is not None:
+            ranks.copy_(sampled.ranks.view(ranks.shape), non_blocking=True)
+
+    def _to_host(self, regret: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """Queue the step's detail into this thread's pinned memory: read after the engine waited for the step."""
+        local, rows, requests = self.local, regret.shape[0], stop.shape[0]
+        if local.pinned is None or local.pinned[0].shape[0] < rows or local.pinned[1].shape[0] < requests:
+            size, pin = max(2048, 2 * rows), regret.is_cuda
+            local.pinned = (
+                torch.empty(size, dtype=torch.float32, pin_memory=pin),
+                torch.empty(size, dtype=torch.int8, pin_memory=pin),
+            )
+        copies = local.pinned[0][:rows], local.pinned[1][:requests]
+        copies[0].copy_(regret, non_blocking=True)
+        copies[1].copy_(stop, non_blocking=True)
+        return copies
+
+    def proposed(self, drafts: int) -> None:
+        """The step's requests got `drafts` new draft columns."""
+        if self.local.step is not None:
+            for req in self.local.step.requests:
+                marks_of(req).drafts = drafts
+
+    def take_step(self) -> Step | None:
+        """This thread's step, its detail read. Called once the step's copies are on the host."""
+        local = self.local
+        step, copies, local.step, local.copies = local.step, local.copies, None, None
+        if step is not None and copies is not None:
+            step.regret, step.stop = copies[0].tolist(), copies[1].tolist()
+        return step
+
+    def serve(self, rank: int, world: int) -> None:
+        """Every seam is in place: say so, and answer a harness that asks."""
+        missing = sorted(_wanted(self.layout) - self.installed)
+        if missing:
+            raise seams.Refused([f"{self.layout}: not armed at {name}" for name in missing])
+        self.telemetry.armed = True
+        folder = os.environ.get(exchange.FOLDER, "").strip()
+        if folder:
+            exchange.Responder(Path(folder), rank, world, self.telemetry.snapshot).start()
+        if rank == 0:
+            print(f"specaccept: armed {self.policy.key} at {self.layout}", file=sys.stderr, flush=True)
+
+
+_engine: Engine | None = None
+
+
+def engine() -> Engine:
+    """The process's one Engine, made when its first seam loads."""
+    global _engine
+    if _engine is None:
+        root = seams.root_of(sys.modules["lightllm"])
+        _engine = Engine(seams.require(root), root)
+    return _engine
+
+
+def _wanted(layout: str) -> set[str]:
+    """Modules that must have been armed."""
+    common = {seams.BACKEND, seams.NORMAL, seams.PARALLEL}
+    return common | {seams.SPECULATIVE} if layout == "lightspec" else common
+
+
+def module_loaded(module: ModuleType) -> None:
+    """Put the wrappers of one module in place. Twice does nothing."""
+    state = engine()
+    if module.__name__ in state.installed:
+        return
+    if module.__name__ == seams.BACKEND:
+        _arm_backend(module, state)
+    elif module.__name__ == seams.SPECULATIVE:
+        _arm_verify(module, state)
+        _arm_scatter(module, "scatter_mtp_next_tokens", lambda named: named["proposal"].token_ids.shape[1], state)
+    else:
+        _arm_sample(module, state)
+        if state.layout == "earlier":
+            _arm_scatter(
+                module, "mtp_scatter_next_token_ids", lambda named: named["all_next_token_ids"].shape[1] - 1, state
+            )
+    state.installed.add(module.__name__)
+
+
+def _original(holder: Any, name: str, layout: str) -> Callable[..., Any]:
+    """The function about to be replaced, its signature checked on the object itself."""
+    function = getattr(holder, name)
+    for seam in seams.LAYOUTS[layout]:
+        if isinstance(seam, seams.Seam) and seam.name.rsplit(".", 1)[-1] == name:
+            problems = seams.live_drift(seam, function)
+            if problems:
+                raise seams.Refused([f"{layout}: {line}" for line in problems])
+    return function
+
+
+def _arm_verify(module: Any, state: Engine) -> None:
+    original = _original(module, "mtp_verify", state.layout)
+
+    @wraps(original)
+    def mtp_verify(req_to_next_token_ids, b_req_mtp_start_loc, new_next_token_ids, b_req_idx):
+        return state.verify(original, req_to_next_token_ids, b_req_mtp_start_loc, new_next_token_ids, b_req_idx)
+
+    module.mtp_verify = mtp_verify
+
+
+def _arm_sample(module: Any, state: Engine) -> None:
+    original = _original(module, "sample", state.layout)
+
+    @wraps(original)
+    def sample(logits, reqs, *rest, **named):
+        ids, logprobs = original(logits, reqs, *rest, **named)
+        state.sampled(logits, reqs, ids, logprobs)
+        return ids, logprobs
+
+    module.sample = sample
+
+
+def _arm_scatter(module: Any, name: str, drafts: Callable[[dict[str, Any]], int], state: Engine) -> None:
+    original = _original(module, name, state.layout)
+    parameters = next(s.parameters for s in seams.LAYOUTS[state.layout] if isinstance(s, seams.Seam) and s.name == name)
+
+    @wraps(original)
+    def scatter(*positional, **named):
+        result = original(*positional, **named)
+        state.proposed(drafts(dict(zip(parameters, positional, strict=False)) | named))
+        return result
+
+    setattr(module, name, scatter)
+
+
+def _arm_backend(module: Any, state: Engine) -> None:
+    if state.layout == "earlier":
+        _arm_verify(module, state)
+    backend = module.ModeBackend
+    take = partial(_original, backend, layout=state.layout)
+    copy, rank = take("_async_copy_next_token_infos_to_pin_mem"), take("_get_next_token_ranks")
+    prefill, post_handle, init_model = take("_sample_and_scatter_token"), take("_post_handle"), take("init_model")
+
+    @wraps(rank)
+    def _get_next_token_ranks(self, logits, next_token_ids):
+        ranks = rank(self, logits, next_token_ids)
+        sampled = state.local.sampled
+        if sampled is not None and sampled.ids is next_token_ids and self.args.enable_rl:
+            sampled.ranks, sampled.rank = ranks, partial(rank, self)
+        return ranks
+
+    @wraps(copy)
+    def _async_copy_next_token_infos_to_pin_mem(self, next_token_ids, next_token_logprobs, next_token_ranks):
+        host = copy(self, next_token_ids, next_token_logprobs, next_token_ranks)
+        sampled = state.local.sampled
+        if sampled is not None and sampled.ids is next_token_ids:
+            sampled.host = host
+        return host
+
+    @wraps(prefill)
+    def _sample_and_scatter_token(self, logits, b_req_idx, b_mtp_index, run_reqs, *rest, **named):
+        result = prefill(self, logits, b_req_idx, b_mtp_index, run_reqs, *rest, **named)
+        for req in run_reqs:  # column 0 moved on: the drafts behind it belong to another position, or to nobody
+            marks_of(req).drafts = 0
+        return result
+
+    @wraps(post_handle)
+    def _post_handle(
+        self,
+        run_reqs,
+        next_token_ids,
+        next_token_logprobs,
+        next_token_ranks,
+        run_reqs_update_packs,
+        *rest,
+        **named,
+    ):
+        ended = {id(req) for req in run_reqs if req.finish_status.is_finished()}
+        result = post_handle(
+            self,
+            run_reqs,
+            next_token_ids,
+            next_token_logprobs,
+            next_token_ranks,
+            run_reqs_update_packs,
+            *rest,
+            **named,
+        )
+        step = state.take_step()
+        if self.is_master_in_dp:
+            state.account.add(step, run_reqs, run_reqs_update_packs, ended)
+        return result
+
+    @wraps(init_model)
+    def _init_model(self, kvargs):
+        seams.require_arguments(kvargs["args"], state.root)
+        result = init_model(self, kvargs)
+        state.serve(self.global_rank, self.global_world_size)
+        return result
+
+    backend._get_next_token_ranks = _get_next_token_ranks
+    backend._async_copy_next_token_infos_to_pin_mem = _async_copy_next_token_infos_to_pin_mem
+    backend._sample_and_scatter_token = _sample_and_scatter_token
+    backend._post_handle = _post_handle
+    backend.init_model = _init_model
+
+
+__all__ = ["Engine", "Sampled", "account", "engine", "module_loaded"]
