@@ -1,0 +1,546 @@
+"""The hooks: what happens to a request between admission, prefill, verify steps and its response.
+
+One `Adapter` per process. Device side (`forward`, `accept`, `greedy`, `sampled`): runs on the engine's forward stream
+under CUDA graphs and overlap scheduling, so nothing in it may wait for the device. Host side (`result`, `stream`,
+`meta`): runs when the engine has synchronised a step, and accounts for what the engine committed of it. A request
+without a policy, on a server without a default, passes every hook untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters.arm import Arming, Refused, request_policy, serving_rule
+from adapters.policy import CUSTOM_PARAM, RULES, Policy, PolicyError
+from adapters.rules import block, sampling
+from adapters.rules.asd import BUDGET, AsdConfig, Report
+from adapters.sglang import seams
+from adapters.sglang.ledger import STRICT, Ledger, to_device, to_host
+from adapters.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+STATE = "_specaccept"  # the attribute of an engine request that holds its State
+HEALTH_CHECK = "HEALTH_CHECK"  # request ids of the engine's own probes
+NATIVE_BLOCK = "block (engine)"
+FAULT = "draft probability 0 at a drafted token"
+
+
+def float32(value: float) -> float:
+    """Round to float32: the ledger's arithmetic on the host (a float64 sum of two float32 rounds to the same)."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+@dataclass
+class State:
+    """One request. spent, relaxed, exhausted: of committed drafts only. outputs: output ids accounted for so far."""
+
+    policy: Policy
+    rule: str
+    fallback: str | None
+    outputs: int = 0
+    spent: float = 0.0
+    relaxed: int = 0
+    exhausted: int = 0
+
+    @property
+    def key(self) -> str:
+        """Whose counters its blocks move: the policy's, or the rule's that serves instead of it."""
+        return self.policy.key if self.fallback is None else self.rule
+
+    @property
+    def config(self) -> AsdConfig:
+        return AsdConfig.from_policy(self.policy) if self.rule == "asd" else STRICT
+
+    def summary(self) -> dict[str, Any]:
+        """`meta_info.specaccept` of the response."""
+        found = {
+            "policy": self.policy.key,
+            "relaxed": self.relaxed,
+            "regret": self.spent,
+            "spent": self.spent,
+            "budget_exhausted": self.exhausted,
+        }
+        return found if self.fallback is None else found | {"fallback": self.fallback}
+
+
+class Detail:
+    """What ASD did in one step, per row: one buffer, so that one copy brings it to the host."""
+
+    def __init__(self, rows: int, drafts: int, device: torch.device) -> None:
+        self.shape = (rows, drafts)
+        self.buffer = torch.empty(rows * (drafts * 4 + 4 + 1), dtype=torch.uint8, device=device)
+        self.top: Tensor | None = None
+
+    def report(self) -> Report:
+        rows, drafts = self.shape
+        charge, relaxed, stop = self.buffer.split([rows * drafts * 4, rows * 4, rows])
+        return Report(charge.view(torch.float32).view(rows, drafts), relaxed.view(torch.int32), stop.view(torch.int8))
+
+    def to_host(self) -> Detail:
+        """Starts the copies; complete when the engine's own result copy is."""
+        host = object.__new__(Detail)
+        host.shape, host.buffer = self.shape, to_host(self.buffer)
+        host.top = None if self.top is None else to_host(self.top)
+        return host
+
+
+@dataclass
+class Step:
+    """One verify step between the worker's entry and its accept."""
+
+    states: list[State | None]
+    slots: Tensor  # [B] int64
+    detail: Detail | None = None  # some row is under ASD
+    block: bool = False  # some row is under block verification
+    mask: list[bool] | None = None  # which, where other sampled rows are not
+    logits: Tensor | None = None  # set while the engine accepts, and only then
+    live: Tensor | None = None
+
+
+@dataclass
+class Worker:
+    """What the hooks need of the engine's draft worker."""
+
+    drafts: int  # K
+    device: torch.device
+    slots: Callable[[], int]
+    broadcast: Callable[[Tensor], Any] | None = None
+
+
+class Adapter:
+    def __init__(self, version: str, arming: Arming) -> None:
+        self.version = version
+        self.arming = arming
+        self.telemetry = Telemetry("sglang", "sglang", version, arming.default)
+        self.worker: Worker | None = None
+        self.ledger: Ledger | None = None
+        self.step: Step | None = None
+        self.refused: dict[str, str] = {}  # rule -> why this server cannot serve it
+        self.caps: dict[int, SimpleNamespace] = {}
+        self.native_sampled = "chain"  # what the engine does with a sampled row
+
+    # -- admission ----------------------------------------------------------------------------------------------
+
+    def params(self, original: Callable, params: Any, vocab_size: int) -> None:
+        """Tokenizer process: a malformed policy is the client's error, before the request is queued."""
+        original(params, vocab_size)
+        request_policy(params.custom_params)  # PolicyError is a ValueError: the engine answers 400
+
+    def admit(self, original: Callable, req: Any, enable_overlap: bool) -> str | None:
+        """Scheduler process: the message of a request this server cannot honour, or None."""
+        error = original(req, enable_overlap)
+        if error is not None:
+            return error
+        try:
+            policy = request_policy(req.sampling_params.custom_params)
+        except PolicyError as malformed:
+            return str(malformed)
+        if policy is not None and policy.rule in self.refused:
+            return f"sampling_params.custom_params.{CUSTOM_PARAM}: policy.rule: {self.refused[policy.rule]}"
+        return None
+
+    def state(self, req: Any) -> State | None:
+        """The state of a request, made at its first prefill and kept through chunks and retraction."""
+        if STATE not in req.__dict__:
+            req.__dict__[STATE] = self._new_state(req)
+        return req.__dict__[STATE]
+
+    def _new_state(self, req: Any) -> State | None:
+        if req.to_finish is not None or req.rid.startswith(HEALTH_CHECK):
+            return None  # refused at admission, or the engine asking itself: nothing to serve
+        policy = request_policy(req.sampling_params.custom_params) or self.arming.default
+        if policy is None:
+            return None
+        rule, fallback = serving_rule(policy, is_sampled(req))
+        return State(policy, self.native_sampled if rule == "chain" else rule, fallback)
+
+    # -- device side --------------------------------------------------------------------------------------------
+
+    def forward(self, original: Callable, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around one step of the draft worker: ledger rows before a prefill, a Step around a verify."""
+        mode = batch.forward_mode
+        if mode.is_idle():
+            return original(worker, batch, *args, **kwargs)
+        if mode.is_extend():
+            self.prefill(batch.reqs, batch.req_pool_indices)
+            return original(worker, batch, *args, **kwargs)
+        self.step = self.begin(batch.reqs, batch.req_pool_indices)
+        if self.step is None:
+            return original(worker, batch, *args, **kwargs)
+        try:
+            result = original(worker, batch, *args, **kwargs)
+            if self.step.detail is not None:
+                result.specaccept = self.step.detail.to_host()
+            return result
+        finally:
+            self.step = None
+
+    def prefill(self, reqs: Sequence[Any], slots: Tensor) -> None:
+        """Write the ledger rows of a prefill batch. A first chunk and a later one, a fresh request and a retracted one
+        all get what the host knows: the regret of tokens that were really committed, 0 before the first."""
+        states = [self.state(req) for req in reqs]
+        for req, state in zip(reqs, states, strict=True):
+            if state is not None:
+                state.outputs = len(req.output_ids) + 1  # the prefill emits one id itself
+        if self.ledger is None and any(s is not None and s.rule == "asd" for s in states):
+            assert self.worker is not None
+            self.ledger = Ledger(self.worker.slots(), self.worker.device)
+        if self.ledger is not None:
+            configs = [STRICT if s is None else s.config for s in states]
+            self.ledger.assign(slots.long(), configs, [0.0 if s is None else s.spent for s in states])
+
+    def begin(self, reqs: Sequence[Any], slots: Tensor) -> Step | None:
+        """The Step of a decode batch, or None where the engine's own rules serve all of it."""
+        states = [req.__dict__.get(STATE) for req in reqs]
+        rules = [None if s is None else s.rule for s in states]
+        if self.arming.verify_cap is None and "asd" not in rules and "block" not in rules:
+            return None
+        assert self.worker is not None
+        step = Step(states, slots)
+        if "asd" in rules:
+            step.detail = Detail(len(reqs), self.worker.drafts, self.worker.device)
+        step.block = "block" in rules
+        if step.block and any(is_sampled(req) and rule != "block" for req, rule in zip(reqs, rules, strict=True)):
+            step.mask = [rule == "block" for rule in rules]
+        return step
+
+    def finalize(self, original: Callable, executor: Any, **kwargs: Any) -> Any:
+        """Around accept_and_finalize: an accept that ran inside a CUDA graph knew nothing of the policy."""
+        if kwargs["folded_accept"] and self.step is not None:
+            raise Refused("sglang: accept_and_finalize: expected an eager accept for a policy, found folded_accept")
+        return original(executor, **kwargs)
+
+    def accept(self, original: Callable, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Around accept_draft_tokens: opens the step for `greedy` and `sampled`, closes it behind them."""
+        step = self.step
+        if step is None:
+            return original(**kwargs)
+        assert self.worker is not None
+        if self.arming.verify_cap is not None:
+            kwargs["cutoff_layout"] = self._capped(kwargs.get("cutoff_layout"), len(step.states))
+        layout = kwargs.get("cutoff_layout")
+        step.logits, step.live = kwargs["target_logits"], None if layout is None else layout.verify_lens - 1
+        try:
+            out = original(**kwargs)
+        finally:
+            step.logits = None
+        if self.worker.broadcast is not None:
+            for tensor in out:
+                self.worker.broadcast(tensor)
+        return out
+
+    def _capped(self, layout: Any, rows: int) -> SimpleNamespace:
+        """The engine's verify lengths (anchor included), at most verify_cap drafts."""
+        assert self.worker is not None
+        assert self.arming.verify_cap is not None
+        most = min(self.arming.verify_cap, self.worker.drafts) + 1
+        if layout is not None:
+            return SimpleNamespace(verify_lens=layout.verify_lens.clamp(max=most))
+        if rows not in self.caps:
+            lens = torch.full((rows,), most, dtype=torch.int64, device=self.worker.device)
+            self.caps[rows] = SimpleNamespace(verify_lens=lens)
+        return self.caps[rows]
+
+    def greedy(self, original: Callable, *, candidates: Tensor, target_predict: Tensor) -> tuple[Tensor, Tensor]:
+        """Around the engine's prefix match, which has its argmax: candidates, target_predict [B, K+1] int64.
+
+        Rows that are not under ASD have strict parameters, so a mixed batch needs no mask.
+        """
+        step = self.step
+        if step is None or step.logits is None or step.detail is None:
+            return original(candidates=candidates, target_predict=target_predict)
+        assert self.ledger is not None
+        B, W = candidates.shape
+        top = target_predict.contiguous()
+        step.detail.top = top
+        length, bonus = self.ledger.accept(
+            candidates[:, 1:], step.logits.view(B, W, -1), top, step.slots.long(), step.live, step.detail.report()
+        )
+        if step.live is None:
+            return length, bonus
+        # The engine caps what it gets and reports how much it cut: give it the run strict would have gone on with.
+        strict, _ = original(candidates=candidates, target_predict=target_predict)
+        return torch.where(length == step.live, torch.maximum(strict, length), length), bonus
+
+    def sampled(self, original: Callable, **kwargs: Any) -> None:
+        """Around the engine's chain rejection, which gets the filtered target and the drafts' own distributions:
+        target_probs [B, K+1, V], draft_probs [B, K, V] float32, uniform_samples [B, K]; fills predicts [B*(K+1)],
+        accept_index [B, K+1] and accept_token_num [B]."""
+        step = self.step
+        if step is None or step.logits is None or not step.block:
+            return original(**kwargs)
+        candidates = kwargs["candidates"]
+        B, W = candidates.shape
+        rows = None if step.mask is None else to_device(torch.tensor(step.mask), candidates.device)
+        if rows is not None:
+            original(**kwargs)  # the other rows
+        drafts = candidates[:, 1:].contiguous()
+        length, bonus = block.accept(
+            drafts, kwargs["target_probs"], kwargs["draft_probs"], eta=kwargs["uniform_samples"], live=step.live
+        )
+        ids = torch.cat([drafts, bonus[:, None]], 1).scatter_(1, length[:, None].long(), bonus[:, None])
+        index = torch.arange(B * W, device=candidates.device).view(B, W)
+        _write(kwargs["predicts"].view(B, W), ids, rows)
+        _write(kwargs["accept_index"], index, rows)
+        _write(kwargs["accept_token_num"], length, rows)
+
+    # -- host side ----------------------------------------------------------------------------------------------
+
+    def result(
+        self, original: Callable, processor: Any, req: Any, batch: Any, result: Any, i: int, logits_output: Any
+    ) -> None:
+        """Once per row the engine did not discard, after its stop conditions have cut the output."""
+        state = req.__dict__.get(STATE)
+        if state is not None:
+            detail = getattr(result, "specaccept", None)
+            self.account(state, len(req.output_ids_through_stop), result, i, detail)
+        original(processor, req, batch, result, i, logits_output)
+
+    def account(self, state: State, outputs: int, result: Any, i: int, detail: Detail | None) -> None:
+        """Book row i of a step: outputs is what the request has by now, the stop condition included."""
+        assert self.worker is not None
+        kept, state.outputs = outputs - state.outputs, outputs
+        accepted = result.num_correct_drafts_per_req_cpu[i]
+        committed = min(accepted, kept)
+        counters = self.telemetry.of(state.key)
+        counters.blocks += 1
+        counters.drafts_verified += self._verified(result, i)
+        counters.committed_tokens += kept
+        if state.rule != "asd":
+            counters.strict_accepted += committed
+            return
+        assert detail is not None
+        report = detail.report()
+        relaxed = 0
+        if int(report.relaxed[i]):
+            charge, before = report.charge[i].tolist(), state.spent
+            for r in charge[:committed]:
+                state.spent = float32(state.spent + r)
+            counters.regret_charged += state.spent - before
+            relaxed = self._relaxed(detail, result, i, committed)
+        counters.strict_accepted += committed - relaxed
+        counters.relaxed += relaxed
+        state.relaxed += relaxed
+        if committed == accepted and int(report.stop[i]) == BUDGET:
+            counters.budget_exhausted += 1
+            state.exhausted += 1
+
+    def _relaxed(self, detail: Detail, result: Any, i: int, committed: int) -> int:
+        """Committed drafts that are not the target's argmax."""
+        assert detail.top is not None
+        width = detail.shape[1] + 1
+        ids = result.next_token_ids[i * width : i * width + committed]
+        return int((ids != detail.top[i, :committed]).sum())
+
+    def _verified(self, result: Any, i: int) -> int:
+        assert self.worker is not None
+        live = self.worker.drafts if result.cap_lens is None else int(result.cap_lens[i]) - 1
+        return live if self.arming.verify_cap is None else min(live, self.arming.verify_cap)
+
+    def stream(self, original: Callable, accumulator: Any, *, req: Any) -> None:
+        """Beside the row the engine adds for a request with news: its statistics, once it has finished."""
+        before = len(accumulator.rids)
+        original(accumulator, req=req)
+        rows = len(accumulator.rids)
+        if rows == before:
+            return
+        state = req.__dict__.get(STATE)
+        done = state is not None and req.finished()
+        values = accumulator.customized_info.get(CUSTOM_PARAM)
+        if values is None and not done:
+            return
+        values = accumulator.customized_info.setdefault(CUSTOM_PARAM, [])
+        del values[rows - 1 :]  # what the engine padded: it takes this for one value per token
+        values += [[] for _ in range(rows - 1 - len(values))]
+        values.append([state.summary()] if done else [])
+        if done:
+            counters = self.telemetry.of(state.policy)
+            counters.requests += 1
+            if state.fallback is not None:
+                counters.fall_back(state.fallback)
+
+    def meta(self, original: Callable, manager: Any, meta_info: dict, recv_obj: Any, i: int) -> None:
+        """Tokenizer process, a finished request: the list the engine accumulated becomes the one object in it."""
+        original(manager, meta_info, recv_obj, i)
+        state = manager.rid_to_state.get(recv_obj.rids[i])
+        values = None if state is None else state.customized_info_accumulated.pop(CUSTOM_PARAM, None)
+        meta_info.pop(CUSTOM_PARAM, None)
+        if state is not None and hasattr(state, "customized_info_reported_keys"):
+            state.customized_info_reported_keys.discard(CUSTOM_PARAM)
+        if values:
+            meta_info[CUSTOM_PARAM] = values[-1]
+
+    def records(self, original: Callable, worker: Any) -> dict:
+        """GET /server_info: internal_states[].dspark_info_record.specaccept."""
+        if self.worker is not None and int(sampling.fault(self.worker.device)):
+            self.telemetry.of("block").fall_back(FAULT)
+            sampling.fault(self.worker.device).zero_()
+        return dict(original(worker) or {}) | {CUSTOM_PARAM: self.telemetry.snapshot()}
+
+    def clear(self, original: Callable, worker: Any) -> None:
+        """POST /set_internal_state {"server_args": {"dspark_clear_info_records": 1}}."""
+        original(worker)
+        self.telemetry.reset()
+
+    # -- arming -------------------------------------------------------------------------------------------------
+
+    def worker_start(self, original: Callable, worker: Any, *args: Any, **kwargs: Any) -> None:
+        """Around the draft worker's constructor: the server is not ready yet, so raising keeps it from serving."""
+        original(worker, *args, **kwargs)
+        server_args = args[0] if args else kwargs["server_args"]
+        try:
+            self.arm(worker, server_args)
+        except Exception as error:
+            if self.arming.required:
+                raise
+            logger.warning("specaccept: no request policy will be served: %s", error)
+            self.refused = dict.fromkeys(RULES, str(error))
+
+    def arm(self, worker: Any, server_args: Any) -> None:
+        """Check the hooks where they must be, what this server can serve, and the accept itself on a toy block."""
+        for name, path in seams.check(self.version).items():
+            if name in HOOKS and not is_hooked(path, HOOKS[name]):
+                raise Refused(f"sglang {self.version}: {path}: expected the hook {HOOKS[name]}, found it missing")
+        self.worker = Worker(
+            drafts=int(worker.gamma),
+            device=torch.device(worker.device),
+            slots=lambda: int(worker.model_runner.req_to_token_pool.req_to_token.shape[0]),
+            broadcast=self._broadcast(),
+        )
+        self.refused = refusals(worker, server_args)
+        if getattr(worker._verify_executor, "_block_verification", False):
+            self.native_sampled = NATIVE_BLOCK
+            self.refused.setdefault("chain", "the engine runs its own block verification")
+        default = self.arming.default
+        if default is not None and default.rule in self.refused:
+            raise Refused(f"SPECACCEPT_POLICY: policy.rule {default.rule}: {self.refused[default.rule]}")
+        if self.arming.verify_cap is not None and "asd" in self.refused:
+            raise Refused(f"DSV41_VERIFY_CAP: {self.refused['asd']}")
+        if "asd" not in self.refused:
+            self.probe()
+        self.telemetry.armed = True
+
+    def _broadcast(self) -> Callable[[Tensor], Any] | None:
+        """Releases whose ranks do not agree on the accepted lengths: rank 0's are everyone's."""
+        if seams.since(self.version, seams.TP_SYNC_SINCE):
+            return None
+        from sglang.srt.distributed import get_tp_group
+
+        group = get_tp_group()
+        return None if group.world_size == 1 else lambda tensor: group.broadcast(tensor, src=0)
+
+    def probe(self) -> None:
+        """Drive the engine's own greedy accept: the second draft misses by 1 nat, once with budget 2, once with 0."""
+        assert self.worker is not None
+        owner, _ = seams.expected(self.version)["accept greedy"]
+        accept_greedy = seams.resolve(owner.rpartition(".")[0])
+        device, K = self.worker.device, self.worker.drafts
+        W, V = K + 1, 8
+        logits = torch.zeros(2, W, V)
+        logits[:, :, 0], logits[:, :, 1] = 3.0, 2.0
+        candidates = torch.zeros(2, W, dtype=torch.int64)
+        candidates[:, min(2, K)] = 1
+        kept, self.ledger = self.ledger, Ledger(2, device)
+        configs = [AsdConfig(budget=2.0), AsdConfig(budget=0.0)]
+        self.ledger.assign(torch.arange(2, device=device), configs, [0.0, 0.0])
+        self.step = Step([None, None], torch.arange(2, device=device), Detail(2, K, device))
+        self.step.logits = logits.view(2 * W, V).to(device)
+        try:
+            length, _, _ = accept_greedy.execute(
+                candidates=candidates.to(device), target_logits=self.step.logits, verify_num_draft_tokens=W
+            )
+            spent = self.ledger.spent.tolist()
+        finally:
+            self.step, self.ledger = None, kept
+        found = (length.tolist(), spent)
+        wanted = ([K, min(2, K) - 1], [1.0, 0.0])
+        if found != wanted:
+            raise Refused(f"sglang {self.version}: accept greedy: expected lengths and spent {wanted}, found {found}")
+
+    def scheduler_start(self, original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Around the scheduler's constructor: a policy on a server without a DSPARK worker would never run."""
+        original(scheduler, *args, **kwargs)
+        if self.arming.required and not self.telemetry.armed:
+            raise Refused("SPECACCEPT_POLICY: expected a server with --speculative-algorithm DSPARK, found another")
+
+
+# The seam that each method of Adapter hooks.
+HOOKS = {
+    "greedy": "greedy",
+    "sampled": "sampled",
+    "accept": "accept",
+    "finalize": "finalize",
+    "worker": "worker_start",
+    "forward": "forward",
+    "records": "records",
+    "clear": "clear",
+    "result": "result",
+    "stream": "stream",
+    "admit": "admit",
+    "scheduler": "scheduler_start",
+    "params": "params",
+    "meta": "meta",
+}
+
+
+def is_sampled(req: Any) -> bool:
+    """Temperature above 0: the engine stores a greedy request as top_k 1."""
+    return req.sampling_params.top_k > 1
+
+
+def _write(out: Tensor, value: Tensor, rows: Tensor | None) -> None:
+    """out[rows] = value[rows], all rows where rows is None."""
+    if rows is None:
+        out.copy_(value)
+    else:
+        mask = rows.view(-1, *[1] * (out.ndim - 1))
+        out.copy_(torch.where(mask, value.to(out.dtype), out))
+
+
+def is_hooked(path: str, method: str) -> bool:
+    """Whether what stands at `path` now is a wrapper around an Adapter method of this name."""
+    function = seams.resolve(path)
+    while function is not None:
+        hooks = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        if any(isinstance(getattr(h, "__self__", None), Adapter) and h.__name__ == method for h in hooks):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def refusals(worker: Any, server_args: Any) -> dict[str, str]:
+    """rule -> why this server cannot serve it. Rules not in it are served."""
+    every, greedy, sampled = [], [], []
+    if float(worker._simulate_acc_len) > 0:
+        every.append("the accept length is simulated (SGLANG_SIMULATE_ACC_LEN)")
+    for name, plain in (("disaggregation_mode", "null"), ("pp_size", 1), ("tokenizer_worker_num", 1)):
+        if getattr(server_args, name) != plain:
+            every.append(f"{name}: expected {plain}, found {getattr(server_args, name)}")
+    if server_args.enable_dp_attention:
+        every.append("enable_dp_attention: expected False, found True")
+    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() not in ("", "0", "false", "no", "n"):
+        every.append("SGLANG_RUST_SERVER: expected unset, found set")
+    if server_args.tp_size > 1 and os.environ.get("SGLANG_SPEC_TP_SYNC", "all") != "all":
+        every.append("SGLANG_SPEC_TP_SYNC: expected all with tensor parallelism")
+    if worker._verify_epilogue is not None:
+        greedy.append(
+            "greedy drafts are accepted inside the verify CUDA graph (use static or cap-accept ragged verify)"
+        )
+    if getattr(worker, "_greedy_draft", False):
+        sampled.append("drafts are not sampled from their distribution (SGLANG_DSPARK_USE_GREEDY_DRAFT)")
+    if getattr(worker, "_sampling_accept_graph", None) is not None:
+        sampled.append("sampled drafts are accepted inside a CUDA graph (SGLANG_OPT_DSV41_SAMPLING_ACCEPT_GRAPH)")
+    if getattr(worker, "_rejection_noise", None) is not None:
+        sampled.append("another sampler is on (SGLANG_OPT_DSV41_BLOCKWISE_REJECTION)")
+    why = {"strict": every, "chain": every, "asd": every + greedy, "block": every + sampled}
+    return {rule: "; ".join(reasons) for rule, reasons in why.items() if reasons}
