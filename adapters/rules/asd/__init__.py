@@ -49,7 +49,7 @@ def accept(
     if report is not None:
         report.check(draft_ids)
     if use_kernel(draft_ids):
-        from adapters.rules.asd import triton
+        import adapters.rules.asd.triton as kernel  # Triton only where it is used
 
-        return triton.accept(draft_ids, target_logits, spent, params, live, report)
+        return kernel.accept(draft_ids, target_logits, spent, params, live, report)
     return naive.accept(draft_ids, target_logits, spent, params, live, report)

@@ -92,7 +92,9 @@ def _walk(
             z_top = key_value((best >> 31).to(tl.int32))
         else:
             top = tl.load(Top + first + i, mask=exists, other=0).to(tl.int64)
-            z_top = tl.load(Logits + zoff + i * stride_z + top, mask=exists & (top >= 0) & (top < V), other=float("nan"))
+            z_top = tl.load(
+                Logits + zoff + i * stride_z + top, mask=exists & (top >= 0) & (top < V), other=float("nan")
+            )
             z_top = z_top.to(tl.float32)
         bonus = tl.where(length == i, top, bonus)
         if i < K:
@@ -279,17 +281,17 @@ class Launch:
             some if self.counts is None else self.counts,
             some if self.regret is None else self.regret,
         )
-        flags = dict(
-            K=self.draft_ids.shape[1],
-            HAS_SLOTS=self.slots is not None,
-            RAGGED=ragged,
-            HAS_LIVE=self.live is not None,
-            TABLE=self.table,
-            IDS=self.ids is not None,
-            ACCEPT=self.accepted is not None,
-            REPORT=r is not None,
-            COUNT=self.counts is not None,
-        )
+        flags = {
+            "K": self.draft_ids.shape[1],
+            "HAS_SLOTS": self.slots is not None,
+            "RAGGED": ragged,
+            "HAS_LIVE": self.live is not None,
+            "TABLE": self.table,
+            "IDS": self.ids is not None,
+            "ACCEPT": self.accepted is not None,
+            "REPORT": r is not None,
+            "COUNT": self.counts is not None,
+        }
         return tensors, flags
 
     @property
@@ -314,13 +316,16 @@ def plan(requests: int, K: int, V: int) -> tuple[int, int, int]:
     """(pieces, BLOCK, num_warps): enough programs to fill the chip, pieces a power of two of whole blocks."""
     block, warps = (4096, 8) if V > 8192 else (1024, 4)
     pieces = 1
-    while pieces < 32 and requests * (K + 1) * pieces < 1024 and V > 2 * pieces * block:
+    while pieces < 32 and requests * (K + 1) * pieces < 1024 and 2 * pieces * block < V:
         pieces *= 2
     return pieces, block, warps
 
 
 def fused(launch: Launch, keys: Tensor, done: Tensor, tuning: tuple[int, int, int] | None = None) -> None:
-    """Form (b): one pass over float32, bfloat16 or float16 logits. keys int64 [>= rows * 32], done int32 [>= B] zeroed."""
+    """Form (b): one pass over float32, bfloat16 or float16 logits.
+
+    keys int64 [>= rows * 32]; done int32 [>= B], zero before the first launch and left zero by each.
+    """
     B, K, V = launch.length.shape[0], launch.draft_ids.shape[1], launch.logits.shape[-1]
     if B == 0:
         return
@@ -340,9 +345,7 @@ def accept(
     B, K = draft_ids.shape
     device = draft_ids.device
     z = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
-    out = Accepted(
-        torch.empty(B, dtype=torch.int32, device=device), torch.empty(B, dtype=torch.int64, device=device)
-    )
+    out = Accepted(torch.empty(B, dtype=torch.int32, device=device), torch.empty(B, dtype=torch.int64, device=device))
     draft_ids = draft_ids if draft_ids.stride(1) == 1 else draft_ids.contiguous()
     report = Report.empty(B, K, device) if report is None else report
     launch = Launch(draft_ids, z, out.length, out.bonus, spent, params, live=live, report=report)

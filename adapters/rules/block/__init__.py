@@ -28,7 +28,7 @@ def accept(
     """
     eta, noise, live = prepare(draft_ids, target_probs, draft_probs, eta, noise, live, generator)
     if use_kernel(draft_ids):
-        from adapters.rules.block import triton
+        import adapters.rules.block.triton as kernel  # Triton only where it is used
 
-        return triton.accept(draft_ids, target_probs, draft_probs, eta, noise, live)
+        return kernel.accept(draft_ids, target_probs, draft_probs, eta, noise, live)
     return naive.accept(draft_ids, target_probs, draft_probs, eta, noise, live)

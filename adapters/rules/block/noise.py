@@ -23,8 +23,9 @@ def _mul(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def bits(seed: Tensor, step: Tensor, kind: int, row: Tensor | int, token: Tensor) -> Tensor:
     """32 random bits as int64. Arguments broadcast; seed and step int64."""
-    seed, step, row, token = torch.broadcast_tensors(seed, step, torch.as_tensor(row), token)
-    c0, c1, c2, c3 = token & _32, (kind + 4 * row.long()) & _32, step & _32, (step >> 32) & _32
+    rows = torch.as_tensor(row, dtype=torch.int64, device=seed.device)
+    seed, step, rows, token = torch.broadcast_tensors(seed, step, rows, token)
+    c0, c1, c2, c3 = token & _32, (kind + 4 * rows) & _32, step & _32, (step >> 32) & _32
     k0, k1 = seed & _32, (seed >> 32) & _32
     for _ in range(10):
         (h1, l1), (h0, l0) = _mul(_M1, c2), _mul(_M0, c0)

@@ -27,7 +27,7 @@ from adapters.rules.sampling import fault
 
 CHUNK = 4096
 _ETA, _PIECE, _TOKEN = tl.constexpr(ETA), tl.constexpr(PIECE), tl.constexpr(TOKEN)
-# How far a float32 sum over the vocabulary may stray from the exact S_i: bounds closer to a coin than this settle nothing.
+# How far a float32 sum over the vocabulary may stray from the exact S_i: a bound closer to its coin settles nothing.
 _SLACK = tl.constexpr(2e-5)
 _INF = tl.constexpr(float("inf"))
 
@@ -113,7 +113,7 @@ def _prepare_kernel(
     K: tl.constexpr, KP: tl.constexpr, CP: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_LIVE: tl.constexpr,
     ONE_HOT: tl.constexpr, LOGITS: tl.constexpr, CHAIN: tl.constexpr, INJECT: tl.constexpr,
 ):  # fmt: skip
-    """Program per request. Lane i holds position i: w_i, its coin (block: eta_i, paper's index), open 0, 1 or 2 (settled)."""
+    """Program per request. Lane i holds position i: w_i, its coin eta_i, and 0 shut, 1 open or 2 open and surely good."""
     b = tl.program_id(0).to(tl.int64)
     slot = b
     if HAS_SLOTS:
@@ -412,17 +412,16 @@ class Workspace:
         if not 1 <= self.K <= 15:
             raise RuleError(f"K: expected 1..15 drafts, found {self.K}")
         B, K, C, KP = self.rows, self.K, self.chunks, self.lanes
-        f32 = dict(dtype=torch.float32, device=self.device)
-        self.buffers = dict(
-            peak=torch.empty(B, 2 * K + 1, C, **f32),
-            sum=torch.empty(B, 2 * K + 1, C, **f32),
-            row_peak=torch.empty(B, 2 * K + 1, **f32),
-            row_sum=torch.empty(B, 2 * K + 1, **f32),
-            w=torch.empty(B, KP, **f32),
-            eta=torch.empty(B, KP, **f32),
-            open=torch.empty(B, KP, dtype=torch.int32, device=self.device),
-            mass=torch.empty(B, K + 1, C, **f32),
-        )
+        self.buffers = {
+            "peak": torch.empty(B, 2 * K + 1, C, device=self.device),
+            "sum": torch.empty(B, 2 * K + 1, C, device=self.device),
+            "row_peak": torch.empty(B, 2 * K + 1, device=self.device),
+            "row_sum": torch.empty(B, 2 * K + 1, device=self.device),
+            "w": torch.empty(B, KP, device=self.device),
+            "eta": torch.empty(B, KP, device=self.device),
+            "open": torch.empty(B, KP, dtype=torch.int32, device=self.device),
+            "mass": torch.empty(B, K + 1, C, device=self.device),
+        }
 
     @property
     def chunks(self) -> int:
@@ -474,17 +473,15 @@ def _pieces(programs: int, chunks: int) -> int:
     return max(1, min(chunks, programs * chunks // 2048))
 
 
-def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:  # noqa: B008
+def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:
     """Launch the four kernels on the current stream."""
     n = launch
     B, K = n.draft_ids.shape
     if B == 0:
         return
     V, C, KP, w = n.target.shape[-1], space.chunks, space.lanes, space.buffers
-    if B > space.rows or (K, V) != (space.K, space.V):
-        raise RuleError(
-            f"workspace: expected rows >= {B}, K = {K}, V = {V}, found {space.rows}, {space.K}, {space.V}"
-        )
+    if space.rows < B or (K, V) != (space.K, space.V):
+        raise RuleError(f"workspace: expected rows >= {B}, K = {K}, V = {V}, found {space.rows}, {space.K}, {space.V}")
     some = n.length  # stands for a pointer no path reads
     one_hot, inject = n.draft is None, n.eta is not None
     q = n.target if n.draft is None else n.draft
@@ -497,7 +494,7 @@ def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:
         q, q.stride(0), q.stride(1), V, C,
     )  # fmt: skip
     who = (slots, live, temp, temp_d)
-    flags = dict(K=K, HAS_SLOTS=n.slots is not None, HAS_LIVE=n.live is not None, ONE_HOT=one_hot)
+    flags = {"K": K, "HAS_SLOTS": n.slots is not None, "HAS_LIVE": n.live is not None, "ONE_HOT": one_hot}
     CP = triton.next_power_of_2(C)
     if n.logits:
         rows = K + 1 if one_hot else 2 * K + 1
@@ -505,10 +502,12 @@ def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:
         _stats_kernel[(triton.cdiv(C, per), rows, B)](
             *data, per, *who, w["peak"], w["sum"], CHUNK=space.chunk, **flags, num_warps=tuning.warps
         )
+    eta, eta_stride = (some, 0) if n.eta is None else (n.eta, n.eta.stride(0))
+    noise, noise_stride = (some, 0) if n.noise is None else (n.noise, n.noise.stride(0))
     noise_key = (some if n.seeds is None else n.seeds, some if n.steps is None else n.steps)
-    flags |= dict(LOGITS=n.logits)
+    flags |= {"LOGITS": n.logits}
     _prepare_kernel[(B,)](
-        *data, *who, w["peak"], w["sum"], *noise_key, n.eta if inject else some, n.eta.stride(0) if inject else 0,
+        *data, *who, w["peak"], w["sum"], *noise_key, eta, eta_stride,
         w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], fault(n.target.device),
         KP=KP, CP=CP, CHAIN=n.chain, INJECT=inject, **flags, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -520,8 +519,7 @@ def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:
             KP=KP, CHUNK=space.chunk, **flags, num_warps=tuning.warps, enable_fp_fusion=False,
         )  # fmt: skip
     _finish_kernel[(B,)](
-        *data, *who, w["peak"], w["sum"], *noise_key, n.noise if inject else some,
-        n.noise.stride(0) if inject else 0, w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], w["mass"],
+        *data, *who, w["peak"], w["sum"], *noise_key, noise, noise_stride, w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], w["mass"],
         n.length, n.bonus, some if n.ids is None else n.ids, some if n.counts is None else n.counts,
         KP=KP, CP=CP, CHUNK=space.chunk, CHAIN=n.chain, INJECT=inject, IDS=n.ids is not None,
         COUNT=n.counts is not None, **flags, num_warps=8, enable_fp_fusion=False,
@@ -540,12 +538,11 @@ def accept(
     """naive.accept through the kernels, injected coins. float64 inputs are read as float32."""
     B, K = draft_ids.shape
     V, device = target_probs.shape[2], draft_ids.device
-    out = Accepted(
-        torch.empty(B, dtype=torch.int32, device=device), torch.empty(B, dtype=torch.int64, device=device)
+    out = Accepted(torch.empty(B, dtype=torch.int32, device=device), torch.empty(B, dtype=torch.int64, device=device))
+    p, eta, noise, draft_ids = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (target_probs, eta, noise, draft_ids)
     )
-    p, q, eta, noise, draft_ids = (
-        t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (target_probs, draft_probs, eta, noise, draft_ids)
-    )
+    q = draft_probs if draft_probs is None or draft_probs.stride(-1) == 1 else draft_probs.contiguous()
     space = Workspace(B, K, V, device, min(CHUNK, max(16, triton.next_power_of_2(V))))
     verify(Launch(draft_ids, p, q, out.length, out.bonus, chain=chain, live=live, eta=eta, noise=noise), space)
     return out

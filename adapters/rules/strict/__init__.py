@@ -16,7 +16,7 @@ def accept(draft_ids: Tensor, target_logits: Tensor, live: Tensor | None = None)
     check_block(draft_ids, "target_logits", target_logits)
     live = check_live(live, draft_ids)
     if use_kernel(draft_ids):
-        from adapters.rules.strict import triton
+        import adapters.rules.strict.triton as kernel  # Triton only where it is used
 
-        return triton.accept(draft_ids, target_logits, live)
+        return kernel.accept(draft_ids, target_logits, live)
     return naive.accept(draft_ids, target_logits, live)
