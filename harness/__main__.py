@@ -50,7 +50,7 @@ def usage() -> str:
         "  data          folder of a local data set",
         "  url           server to measure, with launch=attach",
         "  out           root of records and tables (default: results)",
-        "  seed          item order, sampling and bootstrap",
+        "  seed          item order and sampling",
         "",
         "exit status: 0 pass, 1 fail, 2 inconclusive or not run, 128 + n stopped by signal n",
         "",

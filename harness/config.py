@@ -24,7 +24,6 @@ from adapters.policy import GREEDY_RULES, Policy, PolicyError
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
-GROUPS = ("model", "policy", "engine", "launch", "traffic", "task")
 VERBATIM = ("url", "data", "out")  # free text: never read by Hydra's grammar
 
 
@@ -150,9 +149,9 @@ class LaunchConfig:
 
 @dataclass
 class TrafficConfig:
-    """Which items. limit, data and seed are those of the command line once resolved.
+    """Which items (harness/traffic). limit, data and seed are those of the command line once resolved.
 
-    max_new_tokens: None keeps what each item asks for.
+    max_new_tokens: a cap on what each item asks for. suffix, calibration_split: of gsm8k. None: the traffic's default.
     """
 
     name: str = ""
@@ -160,9 +159,18 @@ class TrafficConfig:
     limit: int | None = None
     seed: int = 0
     max_new_tokens: int | None = None
+    warmup: int = 16
+    calibration: int = 32
+    suffix: str | None = None
+    calibration_split: str | None = None
 
     def __post_init__(self) -> None:
         _at_least(self, "traffic", 1, "limit", "max_new_tokens")
+        _at_least(self, "traffic", 0, "warmup", "calibration")
+
+    def options(self) -> dict[str, Any]:
+        """What harness.traffic.load is asked for."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass
@@ -186,6 +194,17 @@ class TaskConfig:
             raise ConfigError(f"task.quantile: expected a number between 0 and 1, found {self.quantile!r}")
 
 
+KINDS: dict[str, type] = {
+    "model": ModelConfig,
+    "policy": PolicyConfig,
+    "engine": EngineConfig,
+    "launch": LaunchConfig,
+    "traffic": TrafficConfig,
+    "task": TaskConfig,
+}
+GROUPS = tuple(KINDS)
+
+
 @dataclass
 class Config:
     """One run. `policy_source` says where the policy's numbers came from; it is filled in by `load`."""
@@ -200,7 +219,7 @@ class Config:
     data: str | None = None
     limit: int | None = None
     out: str | None = None
-    seed: int = 0
+    seed: int = 980406
     policy_source: str = "recipe"
 
     def __post_init__(self) -> None:
@@ -247,8 +266,7 @@ def _read(group: str, name: str) -> Any:
 
 def member(group: str, name: str) -> Any:
     """One member of a group as its dataclass, without the rest of a configuration."""
-    kind = {item.name: item.default_factory for item in fields(Config) if item.name in GROUPS}[group]
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(type(kind())), _read(group, name)))
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(KINDS[group]), _read(group, name)))
 
 
 def load(overrides: Sequence[str] = ()) -> Config:

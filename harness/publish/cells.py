@@ -18,8 +18,8 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def signed(value: float, digits: int, unit: str) -> str:
     text = f"{abs(value):.{digits}f}"
-    sign = "+" if value > 0 else MINUS if value < 0 else "\N{PLUS-MINUS SIGN}"
-    return f"{'' if float(text) == 0 and not value else sign}{text}{unit}"
+    sign = "" if float(text) == 0 else "+" if value > 0 else MINUS
+    return f"{sign}{text}{unit}"
 
 
 def change(estimate: Mapping[str, Any] | None, digits: int = 1, unit: str = " %") -> str:
@@ -45,6 +45,8 @@ def identity(record: Record, arm: str) -> str:
         return f"{gate['compared']}/{gate['expected']} equal"
     if arm == record.summary.get("baseline"):
         return "baseline"
+    if record.arms[arm].temperature > 0:
+        return "sampled"
     differ = record.summary["arms"][arm].get("change", {})
     return f"{differ['outputs_changed']}/{differ['items']} differ" if differ else UNKNOWN
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import matplotlib
 
@@ -12,7 +13,12 @@ from matplotlib import pyplot
 
 from harness.records import Record
 
-STYLE = {"svg.hashsalt": "specaccept", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "specaccept",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+}
 
 
 def throughput(record: Record) -> bytes:

@@ -24,6 +24,7 @@ README = "README.md"
 PLOTS = "plots"
 PUBLISHED = "published.yaml"
 GATE_COLUMNS = ("model", "engine", "traffic", "compared", "tokens", "differ", "rate at most (95 %)", "control", "run")
+CALIBRATION_COLUMNS = ("model", "engine", "traffic", "items", "first rejections", "quantile", "value, nats", "run")
 OTHER_COLUMNS = ("run", "task", "model", "engine", "traffic", "status", "why")
 PUBLISHED_COLUMNS = (
     "model",
@@ -127,6 +128,8 @@ def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, byt
         benches=[_bench(record) for record in benches],
         gate_columns=GATE_COLUMNS,
         gates=[_gate(record) for record in records if record.task == "gate"],
+        calibration_columns=CALIBRATION_COLUMNS,
+        calibrations=[_calibration(record) for record in records if record.task == "calibrate"],
         coverage_columns=("model", *choices("engine")),
         coverage=_coverage(benches),
         published_columns=PUBLISHED_COLUMNS,
@@ -223,6 +226,18 @@ def _gate(record: Record) -> list[str]:
     ]
 
 
+def _calibration(record: Record) -> list[str]:
+    found, config = record.summary["calibration"], record.identity.config
+    return [
+        *(config[group]["name"] for group in ("model", "engine", "traffic")),
+        str(len(record.workload["items"])),
+        f"{found['rejections']}, {found['ratios']} positive",
+        f"{found['quantile']:g}",
+        "none: no positive ratio" if found["value"] is None else f"{found['value']:.4f}",
+        f"{link(record)}, {code(record)}",
+    ]
+
+
 def _coverage(benches: Sequence[Record]) -> list[list[str]]:
     newest = {}
     for record in sorted(benches, key=lambda record: record.created):
@@ -232,9 +247,9 @@ def _coverage(benches: Sequence[Record]) -> list[list[str]]:
     for model in choices("model"):
         row = [model]
         for engine in choices("engine"):
-            record = newest.get((model, engine))
+            run = newest.get((model, engine))
             reason = unsupported(pair(model, engine))
-            row.append(link(record) if record else f"unsupported ({reason})" if reason else NOT_RUN)
+            row.append(link(run) if run else f"unsupported ({reason})" if reason else NOT_RUN)
         rows.append(row)
     return rows
 

@@ -135,4 +135,6 @@ def digest(value: Any) -> str:
 
 
 def seal(record: Record) -> str:
+    """Of the record as it is read back: 0 written for a float comes back as 0.0."""
+    record = msgspec.json.decode(msgspec.json.encode(record), type=Record)
     return digest(msgspec.to_builtins(record) | {"seal": None})

@@ -27,8 +27,8 @@ def run(config: Config) -> int:
             measure(this, arms)
             after = this.snapshot().counters
         record = this.run.record
-        for arm in record.arms.values():
-            arm.counters_before, arm.counters_after = before.get(arm.policy_key), after.get(arm.policy_key)
+        for kept in record.arms.values():
+            kept.counters_before, kept.counters_after = before.get(kept.policy_key), after.get(kept.policy_key)
         score_rows(this.traffic, this.run.rows)
         record.summary = summarize(record, this.run.rows)
         record.gates, verdict = judge(record, this.run.rows)

@@ -39,8 +39,8 @@ def run(config: Config) -> int:
                 for first in range(0, len(checked), chunk):
                     _collect(this, control, checked[first : first + chunk], first, bars)
             after = this.snapshot().counters
-        for arm in record.arms.values():
-            arm.counters_before, arm.counters_after = before.get(arm.policy_key), after.get(arm.policy_key)
+        for kept in record.arms.values():
+            kept.counters_before, kept.counters_after = before.get(kept.policy_key), after.get(kept.policy_key)
         record.summary = summarize(record, this.run.rows)
         record.gates, verdict = judge(record, this.run.rows)
         this.run.finish("complete", verdict)

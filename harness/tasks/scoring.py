@@ -12,9 +12,9 @@ from harness.traffic import Traffic
 def score_rows(traffic: Traffic, rows: Sequence[Row]) -> None:
     """Equal answers to one item are scored once. A row without an answer stays without an outcome."""
     items = {item.id: item for item in traffic.items}
-    known: dict[tuple[str, str, str | None], tuple[str | None, str | None]] = {}
+    known: dict[tuple[str, str, str], tuple[str | None, str | None]] = {}
     for row in rows:
-        if row.error is not None:
+        if row.error is not None or row.finish is None:
             continue
         key = row.item, row.text, row.finish
         if key not in known:

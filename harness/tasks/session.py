@@ -173,7 +173,7 @@ def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> I
         raise LaunchError(f"{config.model.name} on {config.engine.name}: {reason}")
     try:
         words = tokenizer(config.model.target, config.model.revision)
-        traffic = load(config.traffic)
+        traffic = load(config.traffic.options())
     except (CheckpointError, TokenizerError, ValueError, OSError) as error:
         raise TaskError(str(error).splitlines()[0]) from None
     items = {

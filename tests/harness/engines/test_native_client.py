@@ -1,0 +1,97 @@
+"""The HTTP client: what an answer must account for, and the kind of every failure."""
+
+import pytest
+
+from adapters.policy import Policy
+from harness.engines.base import EngineError, Request
+from harness.engines.native import NativeClient
+
+ASD = Policy("asd", 2.0, 2.0, 1, "normalized")
+
+
+def ask(n: int = 0, **more) -> Request:
+    return Request(**{"rid": f"r{n}", "input_ids": [1, 2, 3 + n], "max_new_tokens": 16, "policy": ASD} | more)
+
+
+@pytest.fixture
+def connect(server):
+    clients = []
+
+    def make(*fault, **after) -> NativeClient:
+        clients.append(NativeClient(server(*fault, **after)))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def test_answers_one_and_many(connect):
+    client = connect()
+    requests = [ask(n) for n in range(5)]
+    single = [client.generate(request) for request in requests]
+    many = client.generate_many(requests)
+    assert [answer.output_ids for answer in many] == [answer.output_ids for answer in single]
+    assert all(answer.policy_key == ASD.key for answer in many)
+    assert len({answer.wall_s for answer in many}) == 1  # a list has one wall
+    assert client.generate_many([]) == []
+    counters = client.server().snapshot.counters[ASD.key]
+    assert counters["requests"] == 10
+    assert counters["blocks"] == sum(answer.steps for answer in single + many)
+    client.flush()
+    assert client.healthy()
+
+
+def test_finish_and_seed(connect):
+    client = connect()
+    assert client.generate(ask(max_new_tokens=3)).finish == "length"
+    assert client.generate(ask(max_new_tokens=64)).finish == "stop"
+    sampled = {"policy": Policy("chain"), "temperature": 1.0}
+    first, again, other = (client.generate(ask(seed=seed, **sampled)).output_ids for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("usage", "count", "completion_tokens"),
+        ("http", "http", "no memory left"),
+        ("hang", "timeout", "0.5 s"),
+        ("drip", "timeout", "0.5 s"),
+        ("truncated", "connection", "/generate"),
+        ("garbled", "garbled", "JSON"),
+        ("aborted", "aborted", "out of slots"),
+        ("die", "connection", "/generate"),
+    ],
+)
+def test_a_failure_has_its_kind(connect, fault, kind, words):
+    client = connect(fault)
+    with pytest.raises(EngineError, match=words) as caught:
+        client.generate(ask(deadline_s=0.5))
+    assert caught.value.kind == kind
+    assert "\n" not in str(caught.value)
+
+
+def test_nobody_listens(connect):
+    client = NativeClient("http://127.0.0.1:1")
+    assert not client.healthy()
+    with pytest.raises(EngineError) as caught:
+        client.generate(ask())
+    assert caught.value.kind == "connection"
+    client.close()
+
+
+def test_an_unarmed_engine_is_refused(connect):
+    with pytest.raises(EngineError, match="not armed") as caught:
+        connect("unarmed").server()
+    assert caught.value.kind == "identity"
+
+
+def test_a_malformed_policy_names_its_field(connect):
+    client = connect()
+    body = {
+        "input_ids": [1],
+        "sampling_params": {"max_new_tokens": 1, "custom_params": {"specaccept": {"rule": "lax"}}},
+    }
+    with pytest.raises(EngineError, match=r"status 400.*policy\.rule"):
+        client._post("/generate", body, 5)
