@@ -1,17 +1,39 @@
-"""Scoring of answers, after the timed arms: `score` by the item's task, `score_code` for code alone."""
+"""Scoring of answers, after the timed arms. Outcomes: correct, wrong, unparsed, truncated; a failed request: none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from harness.score import math
+from harness.score import code, math
+from harness.score.code import Limits, Run, Runner, SandboxError, run_code, score_code
 from harness.score.outcome import Outcome, Score
 
-PARSER_VERSION = {"math": math.PARSER_VERSION}
+PARSER_VERSION = {"math": math.PARSER_VERSION, "code": code.PARSER_VERSION}
 
-__all__ = ["PARSER_VERSION", "Outcome", "Score", "score"]
+__all__ = [
+    "PARSER_VERSION",
+    "Limits",
+    "Outcome",
+    "Run",
+    "Runner",
+    "SandboxError",
+    "Score",
+    "run_code",
+    "score",
+    "score_code",
+]
 
 
 def score(item: Any, text: str, finish_reason: str | Mapping[str, Any]) -> Score:
-    return math.score(item, text, finish_reason)
+    """Score one answer by its item's task.
+
+    text: the decoded output ids. finish_reason: "stop" or "length", or the engine's object with that as "type". Raises
+    ValueError for another reason (the request failed) or a broken item, SandboxError where code could not be run; never
+    on a text.
+    """
+    if item.task == "math":
+        return math.score(item, text, finish_reason)
+    if item.task == "code":
+        return score_code(item, text, finish_reason)
+    raise ValueError(f"task of {item.id}: expected math or code, found {item.task!r}")
