@@ -88,7 +88,7 @@ class Session:
         try:
             answer = self.engine.client.generate(request)
         except EngineError as error:
-            return self._failed(self.blank(arm, item, order, request, started), error, time.monotonic() - started)
+            return self._failed([self.blank(arm, item, order, request, started)], error, started)[0]
         self.failures = 0
         return self.answered(self.blank(arm, item, order, request, answer.started_s), answer)
 
@@ -100,8 +100,7 @@ class Session:
         try:
             answers = self.engine.client.generate_many(requests)
         except EngineError as error:
-            wall = time.monotonic() - started
-            return [self._failed(row, error, wall) for row in rows]
+            return self._failed(rows, error, started)
         self.failures = 0
         return [self.answered(row, answer) for row, answer in zip(rows, answers, strict=True)]
 
@@ -135,14 +134,18 @@ class Session:
         )
         return row
 
-    def _failed(self, row: Row, error: EngineError, wall: float) -> Row:
-        row.error, row.detail, row.wall_s = error.kind, str(error), wall
+    def _failed(self, rows: list[Row], error: EngineError, started: float) -> list[Row]:
+        """The rows of one failed request, marked. A broken engine ends the run with them kept."""
+        wall = time.monotonic() - started
+        for row in rows:
+            row.error, row.detail, row.wall_s = error.kind, str(error), wall
         self.failures += 1
         if self.failures >= MAX_FAILURES:
-            self.run.append(row)
+            for row in rows:
+                self.run.append(row)
             self.engine.check_alive()
             raise TaskError(f"{self.failures} requests failed in a row, the last one with {error}")
-        return row
+        return rows
 
     def snapshot(self) -> Snapshot:
         """The adapter's state; it must still be the adapter this run started with."""

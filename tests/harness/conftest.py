@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from adapters.telemetry import file_hashes
 from harness import __main__ as cli
 from harness.interrupt import SIGNALS
 
@@ -65,6 +66,7 @@ def harness(overrides, monkeypatch, capfd):
     def run(*more: str, fault: str = "none", after: int = 0) -> tuple[int, str, str]:
         monkeypatch.setenv("FAKE_FAULT", fault)
         monkeypatch.setenv("FAKE_AFTER", str(after))
+        file_hashes.cache_clear()  # of a process that lives longer than one run
         status = cli.main([*overrides, *more])
         out, err = capfd.readouterr()
         return status, out, err

@@ -1,6 +1,9 @@
-"""Whole benches against the fake engine: verdicts, refusals, what is kept."""
+"""Whole runs against the fake engine: verdicts and exit statuses, refusals, and what is kept."""
+
+import pytest
 
 from harness.records.read import read_all
+from harness.records.run import read_rows
 
 
 def only(tmp_path):
@@ -8,14 +11,153 @@ def only(tmp_path):
     return run
 
 
-def test_bench_that_passes(harness, tmp_path):
+def test_a_bench_that_passes(harness, tmp_path):
     status, out, err = harness()
     run = only(tmp_path)
     assert status == 0, err
     assert run.problems == []
-    assert run.record.status == "complete"
+    assert (run.record.status, run.record.verdict.outcome, run.record.error) == ("complete", "pass", None)
     assert list(run.record.arms) == ["strict", "asd-b0", "asd"]
-    assert len(run.rows) == 18
-    assert "6/6 equal" in out
-    assert "verdict: pass" in out
-    assert (tmp_path / "results" / "README.md").exists()
+    assert run.record.launch["attached"] is False
+    for words in ("6/6 equal", "differ", "verdict: pass", "tokens per step *", "unparsed", "truncated"):
+        assert words in out
+    assert "tokens/s" in err  # the bars
+    assert (tmp_path / "results" / "README.md").read_text().count(run.record.id) >= 2
+
+
+def test_arms_are_interleaved_and_their_order_rotates(harness, tmp_path):
+    harness()
+    rows = sorted(only(tmp_path).rows, key=lambda row: row.started_s)
+    orders = [tuple(row.arm for row in rows[start : start + 3]) for start in range(0, 18, 3)]
+    assert orders[:3] == [("strict", "asd-b0", "asd"), ("asd-b0", "asd", "strict"), ("asd", "strict", "asd-b0")]
+    assert [row.order for row in rows] == [item for item in range(6) for _ in range(3)]
+    assert len({(row.item, row.prompt_sha256) for row in rows}) == 6
+
+
+def test_measured_items_are_not_warmed_up(harness, tmp_path):
+    harness()
+    workload = only(tmp_path).record.workload
+    assert len(workload["warmup"]) == 2
+    assert not set(workload["warmup"]) & set(workload["items"])
+
+
+def test_numbers_are_those_of_the_rows(harness, tmp_path):
+    harness()
+    run = only(tmp_path)
+    rows = [row for row in run.rows if row.arm == "asd"]
+    found = run.record.summary["arms"]["asd"]
+    tokens, wall = sum(len(row.output_ids) for row in rows), sum(row.wall_s for row in rows)
+    assert found["tokens"] == tokens
+    assert found["tps"]["value"] == pytest.approx(tokens / wall)
+    assert found["wall_per_item"]["value"] == pytest.approx(wall / 6)
+    assert found["tokens_per_step"]["value"] == pytest.approx(tokens / sum(row.steps for row in rows))
+    base = [row for row in run.rows if row.arm == "strict"]
+    ratio = (tokens / wall) / (sum(len(row.output_ids) for row in base) / sum(row.wall_s for row in base))
+    assert found["change"]["tps"]["value"] == pytest.approx(ratio - 1)
+
+
+def test_sampled_policies_have_chain_as_their_baseline(harness, tmp_path):
+    status, out, err = harness("policy=block")
+    run = only(tmp_path)
+    assert status == 0, err
+    assert list(run.record.arms) == ["chain", "block"]
+    assert "identity" not in run.record.gates
+    seeds = {row.item: row.seed for row in run.rows}
+    assert all(row.seed == seeds[row.item] for row in run.rows)
+    assert "sampled" in out
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [
+        ("b0", 1, "asd-b0: 6 of 6 outputs differ from strict"),
+        ("lenient", 1, "strict: relaxed: expected 0"),
+        ("overcount", 1, "blocks: the answers say"),
+        ("fallback", 1, "served by another rule (sampled request: 6)"),
+        ("frozen", 2, "the policy never ran"),
+        ("drafts", 2, "no drafts were verified"),
+        ("inert", 2, "asd: no mismatch was relaxed"),
+        ("cached", 2, "the prefix cache is on"),
+    ],
+)
+def test_a_verdict_that_is_no_pass(harness, tmp_path, fault, status, words):
+    found, out, _ = harness(fault=fault)
+    assert found == status
+    assert words in out
+    run = only(tmp_path)
+    assert run.problems == []
+    assert run.record.status == "complete"
+    assert run.record.verdict.outcome == {1: "fail", 2: "inconclusive"}[status]
+
+
+@pytest.mark.parametrize(
+    ("fault", "after", "kept", "words"),
+    [
+        ("nonce", 0, 0, "specaccept.nonce"),
+        ("files", 0, 0, "adapter file adapters/policy.py differs"),
+        ("unarmed", 0, 0, "not armed"),
+        ("refuse", 0, 0, "draft: expected a folder"),
+        ("http", 3, 0, "no memory left"),  # the warm-up fails
+        ("usage", 12, 5, "5 requests failed in a row, the last one with count"),
+        ("garbled", 12, 5, "5 requests failed in a row, the last one with garbled"),
+        ("die", 12, 5, "exited with status -9"),
+    ],
+)
+def test_a_run_that_fails_keeps_what_it_has_and_is_no_result(harness, tmp_path, fault, after, kept, words):
+    """2 probes and 6 warm-up answers come before the first measured one: 12 is the fifth."""
+    status, out, err = harness(fault=fault, after=after)
+    assert status == 2
+    assert words in err
+    assert err.strip().splitlines()[-1].startswith("specaccept: ")
+    assert "verdict" not in out
+    run = only(tmp_path)
+    assert run.problems == []
+    assert run.record.status == "failed"
+    assert words in run.record.error
+    answered = [row for row in run.rows if row.error is None]
+    assert len(answered) == (4 if kept else 0)
+    assert len(run.rows) - len(answered) == kept
+
+
+def test_one_failed_request_is_shown_and_excluded(harness, tmp_path):
+    status, out, _ = harness(fault="flaky", after=12)
+    run = only(tmp_path)
+    assert status == 2
+    assert "(1 http)" in out
+    failed = [row for row in run.rows if row.error]
+    assert [row.error for row in failed] == ["http"]
+    assert failed[0].outcome is None
+    name = failed[0].arm
+    assert run.record.summary["arms"][name]["answered"] == 5
+    assert sum(run.record.summary["arms"][name]["outcomes"].values()) == 5
+    assert f"{name}: answers: expected 6, found 5, 1 failed (http)" in out
+
+
+def test_a_request_past_its_deadline_is_an_error(harness, tmp_path):
+    status, _, err = harness("engine.request_timeout_s=0.4", "launch.stop_timeout_s=0.2", fault="hang", after=12)
+    assert status == 2
+    assert "timeout" in err
+    assert {row.error for row in only(tmp_path).rows} == {None, "timeout"}
+
+
+def test_attach_measures_a_server_and_leaves_it(harness, server, tmp_path):
+    url = server()
+    for _ in range(2):
+        status, _, err = harness("launch=attach", f"url={url}")
+        assert status == 0, err
+    records = [run.record for run in read_all(tmp_path / "results")]
+    assert [record.launch["attached"] for record in records] == [True, True]
+    assert records[0].server["adapter"]["nonce"] is None
+
+
+def test_attach_to_nobody_is_one_line(harness, tmp_path):
+    status, _, err = harness("launch=attach", "url=http://127.0.0.1:1")
+    assert status == 2
+    assert "http://127.0.0.1:1: connection" in err
+    assert only(tmp_path).record.status == "failed"
+
+
+def test_interrupted_rows_are_in_the_table_file(harness, tmp_path):
+    harness(fault="die", after=12)
+    run = only(tmp_path)
+    assert read_rows(run.folder / "requests.parquet") == run.rows

@@ -1,0 +1,88 @@
+"""The identity gate: what it passes, what it fails, and when it has shown nothing."""
+
+import pytest
+
+from harness.records.read import read_all
+
+
+def test_a_gate_that_passes(harness, tmp_path):
+    status, out, err = harness("task=gate", "limit=40", "task.chunk=16", "task.control=8")
+    (run,) = read_all(tmp_path / "results")
+    assert status == 0, err
+    assert run.problems == []
+    assert "40 of 40 outputs compared" in out
+    assert "0 differ" in out
+    assert "rate at most 7.2 % (95 %)" in out  # 1 - 0.05^(1/40)
+    assert len(run.rows) == 88
+    assert run.record.gates["control"]["relaxed"] > 0
+    assert run.record.summary["arms"]["strict"]["tps"] is None  # lists have no time of their own
+    assert "40/40" in (tmp_path / "results" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [
+        ("b0", 1, "asd-b0: 6 of 6 outputs differ from strict, first"),
+        ("lenient", 1, "strict: relaxed: expected 0"),
+        ("overcount", 1, "blocks: the answers say"),
+        ("inert", 2, "changed nothing on 6 items: equal ids prove nothing"),
+        ("frozen", 2, "the policy never ran"),
+        ("drafts", 2, "no drafts were verified"),
+    ],
+)
+def test_a_gate_that_does_not_pass(harness, tmp_path, fault, status, words):
+    found, out, _ = harness("task=gate", fault=fault)
+    assert found == status
+    assert words in out
+    (run,) = read_all(tmp_path / "results")
+    assert run.problems == []
+
+
+def test_the_first_divergence_is_recorded(harness, tmp_path):
+    harness("task=gate", fault="b0")
+    (run,) = read_all(tmp_path / "results")
+    first = run.record.gates["identity"]["first"]
+    rows = {row.arm: row.output_ids for row in run.rows if row.item == first["item"]}
+    at = first["position"]
+    assert rows["strict"][:at] == rows["asd-b0"][:at]
+    assert rows["strict"][at] != rows["asd-b0"][at]
+
+
+def test_lists_are_left_out_where_an_engine_does_not_schedule_them(harness, tmp_path):
+    status, _, err = harness("task=gate", "engine.list_requests=false")
+    assert status == 0, err
+    (run,) = read_all(tmp_path / "results")
+    assert run.record.workload["concurrency"] == 1
+
+
+@pytest.mark.parametrize("policy", ["strict", "asd-b0"])
+def test_a_policy_without_a_budget_is_controlled_by_one_with(harness, tmp_path, policy):
+    status, _, err = harness("task=gate", f"policy={policy}")
+    assert status == 0, err
+    (run,) = read_all(tmp_path / "results")
+    assert run.record.arms["control"].policy["budget"] > 0
+
+
+def test_sampled_policies_have_nothing_to_compare(harness, tmp_path):
+    status, _, err = harness("task=gate", "policy=block")
+    assert status == 2
+    assert "compares greedy policies" in err
+    assert read_all(tmp_path / "results") == []
+
+
+def test_a_list_that_fails_is_no_pass(harness, tmp_path):
+    status, out, _ = harness("task=gate", fault="usage", after=2)
+    assert status == 2
+    assert "strict: nothing was answered (6 of 6 requests failed)" in out
+    (run,) = read_all(tmp_path / "results")
+    assert run.record.gates["identity"]["compared"] == 0
+    assert len(run.rows) == 18
+
+
+def test_lists_that_fail_one_after_another_end_the_run(harness, tmp_path):
+    status, _, err = harness("task=gate", "task.chunk=2", fault="usage", after=2)
+    assert status == 2
+    assert "5 requests failed in a row" in err
+    (run,) = read_all(tmp_path / "results")
+    assert run.record.status == "failed"
+    assert len(run.rows) == 10
