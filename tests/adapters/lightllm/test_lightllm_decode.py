@@ -1,0 +1,185 @@
+"""Whole requests through the engine's own decode step, armed, against the rule written out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import lightllm_rig as rig
+import numpy as np
+import pytest
+import torch
+from lightllm_rig import Item, Server, Totals, Toy, by_hand
+
+from adapters.policy import Policy
+
+STRICT, B0 = Policy("strict"), Policy("asd", 0.0)
+M0 = Policy("asd", 4.0, max_mismatches=0)
+HUGE = Policy("asd", 1e6)
+ASD = Policy("asd", 2.0625, 2.0625, 1, "normalized")
+STABLE = Policy("asd", 8.0, 0.25, 2)
+pytestmark = pytest.mark.parametrize("tree", rig.TREES, ids=lambda tree: "double" if tree == rig.DOUBLE else "real")
+
+
+@pytest.fixture
+def serve(tree, monkeypatch):
+    """serve(policy, toy, items, **server) -> (outcomes, counters by key, server)."""
+    torch.set_num_threads(1)
+
+    def run(policy, toy, items, check_proposals=True, **options):
+        with rig.armed(tree, policy, monkeypatch) as modules, monkeypatch.context() as patched:
+            rig.on_cpu(modules, patched)
+            server = Server(modules, toy, **options)
+            if policy is None:
+                return server.run(items), {}, server
+            engine = modules.patch.engine()
+            engine.check_proposals = check_proposals
+            outcomes = server.run(items)
+            assert not engine.lost
+            return outcomes, engine.telemetry.snapshot()["counters"], server
+
+    return run
+
+
+def items_of(seed: int, count: int = 8, **changes) -> list[Item]:
+    rng = np.random.default_rng(seed)
+    items = []
+    for n in range(count):
+        prompt = rng.integers(2, rig.V, size=rng.integers(1, 5)).tolist()
+        items.append(Item(prompt, int(rng.integers(1, 30)), prefill=bool(n % 3), resume_at=[-1, -1, 2, 3][n % 4]))
+    return [dataclasses.replace(item, **changes) for item in items]
+
+
+def expected(toy, items, policy, step=4, **named):
+    pairs = [by_hand(toy, item, policy, step, **named) for item in items]
+    total = Totals(*(sum(column) for column in zip(*(dataclasses.astuple(t) for _, t in pairs), strict=True)))
+    return [outcome for outcome, _ in pairs], total
+
+
+def compare(outcomes, counters, want, totals, policy, ranks=False):
+    assert [o.ids for o in outcomes] == [o.ids for o in want]
+    for got, hand in zip(outcomes, want, strict=True):
+        np.testing.assert_allclose(got.logprobs, hand.logprobs, atol=2e-5)
+        if ranks:
+            assert got.ranks == hand.ranks
+    got = counters[policy.key]
+    assert got.pop("fallbacks") == {}
+    hand = dataclasses.asdict(totals)
+    assert got.pop("regret_charged") == pytest.approx(hand.pop("regret_charged"), rel=1e-5)
+    assert got == hand
+
+
+@pytest.mark.parametrize("policy", [STRICT, B0, M0], ids=lambda p: p.key)
+def test_strict_policies_change_nothing(serve, policy):
+    toy, items = Toy(0), items_of(0)
+    unarmed, _, plain = serve(None, toy, items)
+    outcomes, counters, server = serve(policy, toy, items)
+    assert outcomes == unarmed
+    assert server.counted == plain.counted
+    want, totals = expected(toy, items, STRICT)
+    totals = dataclasses.replace(totals, budget_exhausted=0)  # the engine's kernel decides: no budget is asked
+    compare(outcomes, counters, want, totals, policy)
+    assert counters[policy.key]["drafts_verified"] > 0
+
+
+@pytest.mark.parametrize("policy", [ASD, STABLE, HUGE], ids=lambda p: p.key)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_asd_commits_what_the_rule_says_everywhere(serve, policy, seed):
+    toy, items = Toy(seed), items_of(seed)
+    unarmed, _, _ = serve(None, toy, items)
+    outcomes, counters, _server = serve(policy, toy, items, ranks=True)
+    want, totals = expected(toy, items, policy)
+    compare(outcomes, counters, want, totals, policy, ranks=True)
+    assert totals.relaxed > 0
+    assert [o.ids for o in outcomes] != [o.ids for o in unarmed]
+
+
+def test_the_penalty_counter_sees_committed_ids(serve):
+    toy, item = Toy(4), Item([5, 9], 20, prefill=False)
+    (outcome,), counters, server = serve(HUGE, toy, [item])
+    assert counters[HUGE.key]["relaxed"] > 0
+    assert [token for _, token in server.counted][: len(outcome.ids)] == outcome.ids
+
+
+def test_the_overlap_site_reports_committed_ids(serve):
+    toy, items = Toy(5), items_of(5, resume_at=-1)
+    outcomes, counters, _ = serve(HUGE, toy, items, overlap=True, ranks=True)
+    want, totals = expected(toy, items, HUGE)
+    compare(outcomes, counters, want, totals, HUGE, ranks=True)
+    assert totals.relaxed > 0
+
+
+def test_greedy_requests_with_a_temperature_are_judged_on_raw_logits(serve):
+    toy = Toy(6)
+    items = items_of(6, temperature=0.5)
+    outcomes, counters, _ = serve(ASD, toy, items)
+    want, totals = expected(toy, items, ASD)
+    compare(outcomes, counters, want, totals, ASD)
+    assert totals.relaxed > 0
+
+
+def test_dynamic_widths_compose(serve):
+    toy = Toy(7)
+    rng = np.random.default_rng(7)
+    items = [dataclasses.replace(item, widths=rng.integers(1, 6, size=40).tolist()) for item in items_of(7)]
+    outcomes, counters, _ = serve(STABLE, toy, items)
+    want, totals = expected(toy, items, STABLE)
+    compare(outcomes, counters, want, totals, STABLE)
+    assert totals.relaxed > 0
+
+
+def test_sampled_requests_take_the_engine_s_own_path(serve):
+    toy = Toy(8, ties=False)
+    greedy, sampled = items_of(8, 6), items_of(9, 6, top_k=rig.V, temperature=1.0)
+    mixed = [item for pair in zip(greedy, sampled, strict=True) for item in pair]
+    outcomes, counters, _ = serve(ASD, toy, mixed)
+    want, totals = expected(toy, greedy, ASD)
+    assert [o.ids for o in outcomes[::2]] == [o.ids for o in want]
+    own = counters[ASD.key]
+    assert own["fallbacks"] == {"sampled request": len(sampled)}
+    assert own["requests"] == len(mixed)
+    assert own["relaxed"] == totals.relaxed > 0
+    assert own["blocks"] == totals.blocks
+    assert counters["strict"]["relaxed"] == 0
+    assert counters["strict"]["blocks"] > 0
+
+
+def test_junk_columns_are_never_relaxed(serve):
+    """Also with the flags off: then the first blocks commit junk, so this test can fail."""
+    toy, items = Toy(10), items_of(10)
+    outcomes, _, _ = serve(HUGE, toy, items)
+    clean, _ = expected(toy, items, HUGE)
+    assert [o.ids for o in outcomes] == [o.ids for o in clean]
+    broken, _, _ = serve(HUGE, toy, items, check_proposals=False)
+    assert [o.ids for o in broken] != [o.ids for o in clean]
+    first = Item([7], 12, prefill=False)
+    (honest,), (junk,) = serve(HUGE, toy, [first])[0], serve(HUGE, toy, [first], check_proposals=False)[0]
+    assert honest.ids == by_hand(toy, first, HUGE, 4)[0].ids
+    assert junk.ids[:4] == toy.junk(7)[:4] != honest.ids[:4]
+
+
+def test_a_slot_forgets_its_last_owner(serve):
+    """One slot, many owners: each has the whole budget, and none less."""
+    toy, items = Toy(11), items_of(11, 10)
+    outcomes, counters, _ = serve(ASD, toy, items, slots=1)
+    want, totals = expected(toy, items, ASD)
+    compare(outcomes, counters, want, totals, ASD)
+    assert totals.budget_exhausted > 0
+
+
+def test_a_verify_call_without_its_logits_is_strict_and_disarms(tree, monkeypatch, capsys):
+    with rig.armed(tree, HUGE, monkeypatch) as modules:
+        engine = modules.patch.engine()
+        engine.telemetry.armed = True
+        starts, slots = torch.tensor([0], dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+        table = torch.arange(rig.W).repeat(2, 1)
+        ids = torch.tensor([1, 2, 9, 4, 5])
+        module = modules.backend if engine.layout == "earlier" else sys.modules[rig.seams.SPECULATIVE]
+        lengths, accepted = module.mtp_verify(
+            req_to_next_token_ids=table, b_req_mtp_start_loc=starts, new_next_token_ids=ids, b_req_idx=slots
+        )
+        assert (lengths.tolist(), accepted.tolist()) == ([3], [1, 1, 1, 0, 0])
+        snapshot = engine.telemetry.snapshot()
+        assert not snapshot["armed"]
+        assert snapshot["counters"][HUGE.key]["fallbacks"] == {"logits not found": 1}
+    assert "not armed" in capsys.readouterr().err
