@@ -40,6 +40,7 @@ _ALONE = re.compile(
     r"(?:[^0-9+\-*/^=<>]|(?<=[^\W\d_])[-/](?=[^\W\d_]))*"
 )
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z]) ?\^ ?-?[0-9](?![0-9])|[²³]")
+_LIST = re.compile(r",(?![0-9]{3}(?![0-9]))|;| and ")
 _RUN_ON = re.compile(r"Question[ \t]{0,3}[0-9]{0,6}[ \t]{0,3}:")
 _RUN_ON_LINE = re.compile(r"\n[ \t*#]{0,8}" + _RUN_ON.pattern)
 _MARKER = re.compile(r"####([^\n]*)(\n?)")
@@ -141,7 +142,9 @@ def parse_number(text: str) -> Fraction | None:
     """
     if len(text) > LONGEST:
         return None
-    plain = _UNIT_POWER.sub("", _plain(text).rpartition("=")[2])
+    left, _, plain = _UNIT_POWER.sub("", _plain(text)).rpartition("=")
+    if _LIST.search(left):
+        return None
     match = _ALONE.fullmatch(plain.strip("*_`()[]:;!? ").rstrip("."))
     return None if match is None or (match["sign"] and match["minus"]) else _value(match)
 
@@ -173,7 +176,14 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 def _plain(text: str) -> str:
     """LaTeX and typography as plain characters: spacing and text commands dropped, fractions written a/b."""
-    text = text.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-").replace("\\$", "$").replace("\\%", "%")
+    text = (
+        text.replace("^\\circ", "")
+        .replace("^{\\circ}", "")
+        .replace("\N{MINUS SIGN}", "-")
+        .replace("\N{EN DASH}", "-")
+        .replace("\\$", "$")
+        .replace("\\%", "%")
+    )
     text = _THIN.sub("", text.replace("{,}", ",").replace("\\!", ""))
     text = _WORDS.sub(" ", _SPACING.sub(" ", text))
     for _ in range(8):  # fractions may nest: the innermost first

@@ -1,4 +1,8 @@
+import json
+import os
+import random
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +11,8 @@ from hypothesis import strategies as st
 
 from harness.score import PARSER_VERSION, Score, score
 from harness.score.math import boxes, extract, parse_number
+from harness.stats import find_loop
+from harness.traffic.generated import math as generated
 
 
 def item(reference="18", task="math"):
@@ -44,6 +50,9 @@ TABLE = [
     ("mixed, plain", "2 1/2 cups", "5/2"),
     ("equation in the box", "\\boxed{x = 3 \\times 6 = 18}", "18"),
     ("squared unit", "\\boxed{18\\text{ cm}^2}", "18"),
+    ("degrees", "\\boxed{18^\\circ}", "18"),
+    ("degrees in braces", "\\boxed{18^{\\circ}\\text{C}}", "18"),
+    ("chain of equations", "\\boxed{x = 12 + 6 = 18}", "18"),
     ("math mode", "\\boxed{$18$}", "18"),
     ("marker", "9 * 2 = 18\n#### 18", "18"),
     ("marker with commas", "#### 70,000", "70000"),
@@ -83,6 +92,8 @@ def test_table(text, expected):
         "\\boxed{x-5}",
         "\\boxed{3, 4}",
         "\\boxed{3 + 4}",
+        "\\boxed{x = 5, y = 18}",
+        "\\boxed{x = 5 \\text{ and } y = 18}",
         "\\boxed{1,23}",
         "\\boxed{\\frac{1}{0}}",
         "\\boxed{\\frac{x}{2} 5}",
@@ -139,6 +150,29 @@ def test_rule_is_recorded():
     ]
     assert rules == ["boxed", "####", "stated", "last number", "no number", "box without a number"]
     assert PARSER_VERSION["math"] == "math-1"
+
+
+@pytest.mark.parametrize("seed", range(1_000_200_000, 1_000_200_040))
+def test_generated_solutions_are_right(seed):
+    """The generator and the parser were written apart."""
+    problem = generated.problem(seed)
+    for draw in range(5):
+        text = problem.solution(random.Random(draw))
+        assert score(item(problem.answer), text, "stop").outcome == "correct", text
+        assert score(item(str(int(problem.answer) + 1)), text, "stop").outcome == "wrong"
+
+
+DATA = Path(os.environ.get("SPECACCEPT_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
+
+
+@pytest.mark.skipif(not (DATA / "gsm8k" / "test.jsonl").exists(), reason="SPECACCEPT_DATA holds no data sets")
+def test_every_gsm8k_solution_is_right_however_it_ends():
+    for row in map(json.loads, (DATA / "gsm8k" / "test.jsonl").read_text().splitlines()):
+        steps, _, gold = row["answer"].rpartition("\n#### ")
+        reference = item(gold.replace(",", ""))
+        for ending in (f"#### {gold}", f"\\boxed{{{gold}}}", f"\\[\\boxed{{\\${gold}}}\\]", f"The answer is ${gold}."):
+            assert score(reference, f"{steps}\n{ending}", "stop").outcome == "correct", (steps, ending)
+        assert find_loop([ord(c) for c in row["answer"]]) is None
 
 
 def test_comparison_is_exact():

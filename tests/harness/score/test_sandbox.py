@@ -1,5 +1,8 @@
 # ruff: noqa: E501 (an answer stays on one line)
+import gzip
+import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,11 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.score import Limits, SandboxError, run_code
+from harness.score import Limits, SandboxError, run_code, score
 from harness.score import code as code_module
 from harness.score.sandbox import decode, encode
+from harness.traffic import load
+from harness.traffic.generated import code as generated
 
 ROOT = Path(__file__).resolve().parents[3]
+DATA = Path(os.environ.get("SPECACCEPT_DATA", ROOT.parent / "shared" / "data"))
 TESTS = ["assert f(1) == 2", "assert f(-1) == 0"]
 RIGHT = "def f(x):\n    return x + 1\n"
 
@@ -61,6 +67,25 @@ def test_prelude_serves_answer_and_tests():
 def test_humaneval_shape():
     test = "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n    assert abs(candidate(1.5) - 2.5) < 1e-6\n"
     assert run(RIGHT, [f"{test}\ncheck(f)"], prelude='def f(x):\n    """Add one."""\n').passed
+
+
+def test_generated_solutions_pass_their_tests():
+    items = load({"name": "generated-code", "limit": 6, "seed": 0}).items
+    for item in items:
+        problem = generated.problem(int(item.id.rpartition("/")[2]))
+        assert score(item, problem.solution(random.Random(1)), "stop").outcome == "correct"
+    other = generated.problem(1_000_200_999).solution(random.Random(1))
+    assert score(items[0], other, "stop").outcome == "wrong"
+
+
+@pytest.mark.skipif(not (DATA / "humaneval").exists(), reason="SPECACCEPT_DATA holds no data sets")
+def test_humaneval_solutions_pass_and_stubs_fail():
+    with gzip.open(DATA / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:
+        rows = {row["task_id"]: row for row in map(json.loads, file)}
+    for item in load({"name": "humaneval", "data": str(DATA / "humaneval"), "limit": 8}).items:
+        prompt, solution = rows[item.id]["prompt"], rows[item.id]["canonical_solution"]
+        assert score(item, f"<think>\n</think>\n```python\n{prompt}{solution}\n```", "stop").outcome == "correct"
+        assert score(item, f"```python\n{prompt}    return None\n```", "stop").outcome == "wrong"
 
 
 def test_every_test_must_hold():
