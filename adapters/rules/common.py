@@ -16,6 +16,12 @@ class Accepted(NamedTuple):
     bonus: Tensor
 
 
+# What the engines' states count, one row per slot: drafts_verified = live drafts, strict_accepted = drafts the strict
+# (or lossless) rule accepts, relaxed = mismatches committed, budget_exhausted = blocks the budget stopped.
+COUNTERS = ("blocks", "drafts_verified", "strict_accepted", "relaxed", "budget_exhausted")
+MAX_DRAFTS = 15
+
+
 class RuleError(ValueError):
     """An argument outside what a rule defines."""
 

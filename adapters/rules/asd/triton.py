@@ -20,15 +20,14 @@ from torch import Tensor
 
 from adapters.rules.asd.config import Params
 from adapters.rules.asd.report import BUDGET, CAP, FULL, GATE, INVALID, Report
-from adapters.rules.common import Accepted
+from adapters.rules.common import COUNTERS, Accepted
 
 _FULL, _INVALID, _BUDGET = tl.constexpr(FULL), tl.constexpr(INVALID), tl.constexpr(BUDGET)
 _GATE, _CAP = tl.constexpr(GATE), tl.constexpr(CAP)
 _INF = tl.constexpr(float("inf"))
 _NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
-# Columns of the counters, one row per slot.
-COUNTERS = ("blocks", "drafts_verified", "strict_accepted", "relaxed", "budget_exhausted")
+_COUNTERS = tl.constexpr(len(COUNTERS))
 
 
 @triton.jit
@@ -65,9 +64,9 @@ def _walk(
     b, here, slot, live, first, zoff, stride_z,
     Draft, draft_row, stride_d, Top, Keys, Logits, V,
     Spent, Budget, Gate, Cap, Norm,
-    Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Counts, Regret,
+    Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
     K: tl.constexpr, PIECES: tl.constexpr, FROM_KEYS: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr,
-    REPORT: tl.constexpr, COUNT: tl.constexpr,
+    REPORT: tl.constexpr, CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The rule for a vector of requests b. first: row index of position 0; zoff: its offset in Logits."""
     real = here & (slot >= 0)
@@ -78,7 +77,7 @@ def _walk(
     norm = tl.load(Norm + slot, mask=real, other=0).to(tl.int32) != 0
     spent = spent0
     zero = b * 0
-    length, relaxed, stop, matched = zero, zero, zero + _FULL, zero
+    length, relaxed, stop, matched, bits = zero, zero, zero + _FULL, zero, zero
     total = zero.to(tl.float64)
     going = real
     bonus = zero.to(tl.int64)
@@ -116,6 +115,7 @@ def _walk(
             spent = tl.where(charged, after, spent)
             total += tl.where(charged, r, 0.0).to(tl.float64)
             relaxed += charged.to(tl.int32)
+            bits += charged.to(tl.int32) << i
             matched += (at & match).to(tl.int32)
             stop = tl.where(at & (match == 0) & (charged == 0), why, stop)
             going = at & (match | charged)
@@ -137,8 +137,11 @@ def _walk(
     if REPORT:
         tl.store(Relaxed + b, relaxed, mask=here)
         tl.store(Stop + b, stop.to(tl.int8), mask=here)
+    if CUT:
+        tl.store(Before + b, spent0, mask=here)
+        tl.store(Bits + b, bits, mask=here)
     if COUNT:
-        row = Counts + slot * 5
+        row = Counts + slot * _COUNTERS
         tl.store(row, tl.load(row, mask=real, other=0) + 1, mask=real)
         tl.store(row + 1, tl.load(row + 1, mask=real, other=0) + live, mask=real)
         tl.store(row + 2, tl.load(row + 2, mask=real, other=0) + matched, mask=real)
@@ -153,9 +156,10 @@ def _walk_kernel(
     Draft, stride_d, Top, Logits, stride_b, stride_z, V,
     Slots, Starts, Live, requests, rows,
     Spent, Budget, Gate, Cap, Norm,
-    Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Counts, Regret,
+    Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
     K: tl.constexpr, LANES: tl.constexpr, HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr, HAS_LIVE: tl.constexpr,
-    TABLE: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr, COUNT: tl.constexpr,
+    TABLE: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr, CUT: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) * LANES + tl.arange(0, LANES)
     here = b < requests
@@ -167,66 +171,66 @@ def _walk_kernel(
     draft_row = slot if TABLE else b.to(tl.int64)
     _walk(
         b, here, slot, live, first, zoff, stride_z, Draft, draft_row, stride_d, Top, Top, Logits, V,
-        Spent, Budget, Gate, Cap, Norm, Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Counts, Regret,
-        K, 1, False, IDS, ACCEPT, REPORT, COUNT,
+        Spent, Budget, Gate, Cap, Norm, Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
+        K, 1, False, IDS, ACCEPT, REPORT, CUT, COUNT,
     )  # fmt: skip
 
 
 @triton.jit
 def _fused_kernel(
-    Draft, stride_d, Logits, stride_b, stride_z, V, piece_size,
+    Draft, stride_d, Logits, stride_b, stride_z, V, blocks, per,
     Keys, Done,
     Slots, Starts, Live, requests, rows,
     Spent, Budget, Gate, Cap, Norm,
-    Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Counts, Regret,
+    Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
     K: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr,
     HAS_LIVE: tl.constexpr, TABLE: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr,
-    COUNT: tl.constexpr,
+    CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Program (piece, position, request): the key of one piece of one row; the last one of a request walks."""
-    piece, i = tl.program_id(0), tl.program_id(1)
-    b = tl.program_id(2) + tl.arange(0, 1)
-    here = b < requests
-    slot = b.to(tl.int64)
+    piece, i, b0 = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot0 = b0.to(tl.int64)
     if HAS_SLOTS:
-        slot = tl.load(Slots + b).to(tl.int64)
-    first, live = _extent(b, here, Starts, Live, rows, requests, K, RAGGED, HAS_LIVE)
-    last = tl.max(live, axis=0)
-    padded = tl.max(slot, axis=0) < 0
-    row = tl.max(first, axis=0)
-    zoff = first * stride_z if RAGGED else b.to(tl.int64) * stride_b
-    if padded:
+        slot0 = tl.load(Slots + b0).to(tl.int64)
+    first0, live0 = _extent(b0, b0 >= 0, Starts, Live, rows, requests, K, RAGGED, HAS_LIVE)
+    b = b0 + tl.arange(0, 1)
+    if slot0 < 0:
         if (piece == 0) & (i == 0):
-            tl.store(Length + b, b * 0)
-            tl.store(Bonus + b, (b * 0).to(tl.int64))
+            tl.store(Length + b0, 0)
+            tl.store(Bonus + b0, 0)
             if REPORT:
-                tl.store(Relaxed + b, b * 0)
-                tl.store(Stop + b, (b * 0).to(tl.int8))
+                tl.store(Relaxed + b0, 0)
+                tl.store(Stop + b0, 0)
                 for j in tl.static_range(K):
-                    tl.store(Charge + b * K + j, (b * 0).to(tl.float32))
-    elif i <= last:
-        base = Logits + tl.max(zoff, axis=0) + i * stride_z.to(tl.int64)
+                    tl.store(Charge + b0 * K + j, 0.0)
+            if CUT:
+                tl.store(Before + b0, 0.0)
+                tl.store(Bits + b0, 0)
+    elif i <= live0:
+        zoff = first0 * stride_z if RAGGED else b0.to(tl.int64) * stride_b
+        base = Logits + zoff + i * stride_z.to(tl.int64)
         lane = tl.arange(0, BLOCK)
         best = tl.full([BLOCK], -0x80000000, tl.int32)
         where = tl.zeros([BLOCK], tl.int32)
-        begin = piece * piece_size
-        end = tl.minimum(begin + piece_size, V)
-        for v in range(begin, end, BLOCK):
-            x = tl.load(base + v + lane, mask=v + lane < end, other=float("-inf")).to(tl.float32)
-            key = order_key(x)
+        for c in range(piece * per, tl.minimum(piece * per + per, blocks)):
+            v = c * BLOCK + lane
+            z = tl.load(base + v, mask=v < V, other=float("-inf")).to(tl.float32)
+            key = order_key(z)
             take = key > best
             best = tl.where(take, key, best)
-            where = tl.where(take, v, where)
-        packed = (best.to(tl.int64) << 31) | (0x7FFFFFFF - (where + lane)).to(tl.int64)
-        tl.store(Keys + (row + i) * PIECES + piece, tl.max(packed, axis=0))
-        done = tl.atomic_add(Done + tl.program_id(2), 1, sem="acq_rel")
-        if done == (last + 1) * PIECES - 1:
-            tl.store(Done + tl.program_id(2), 0)
+            where = tl.where(take, c, where)
+        packed = (best.to(tl.int64) << 31) | (0x7FFFFFFF - (where * BLOCK + lane)).to(tl.int64)
+        tl.store(Keys + (first0 + i) * PIECES + piece, tl.max(packed, axis=0))
+        done = tl.atomic_add(Done + b0, 1, sem="acq_rel")
+        if done == (live0 + 1) * PIECES - 1:
+            tl.store(Done + b0, 0)
+            slot, first, live = b * 0 + slot0, b * 0 + first0, b * 0 + live0
             draft_row = slot if TABLE else b.to(tl.int64)
             _walk(
-                b, here, slot, live, first, zoff, stride_z, Draft, draft_row, stride_d, Keys, Keys, Logits, V,
-                Spent, Budget, Gate, Cap, Norm, Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Counts, Regret,
-                K, PIECES, True, IDS, ACCEPT, REPORT, COUNT,
+                b, b >= 0, slot, live, first, b * 0 + zoff, stride_z, Draft, draft_row, stride_d, Keys, Keys, Logits, V,
+                Spent, Budget, Gate, Cap, Norm,
+                Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
+                K, PIECES, True, IDS, ACCEPT, REPORT, CUT, COUNT,
             )  # fmt: skip
 
 
@@ -251,6 +255,8 @@ class Launch:
     ids: Tensor | None = None  # [rows] int, out: committed ids, then the target's own
     accepted: Tensor | None = None  # [rows] int32, out: 1 at committed rows
     report: Report | None = None
+    before: Tensor | None = None  # [B] float32, out, with bits: the ledger before the block
+    bits: Tensor | None = None  # [B] int32, out: bit i set where draft i was relaxed
     counts: Tensor | None = None  # [slots, len(COUNTERS)] int64, in and out
     regret: Tensor | None = None  # [slots] float64, in and out
 
@@ -278,6 +284,8 @@ class Launch:
             some if r is None else r.charge,
             some if r is None else r.relaxed,
             some if r is None else r.stop,
+            some if self.before is None else self.before,
+            some if self.bits is None else self.bits,
             some if self.counts is None else self.counts,
             some if self.regret is None else self.regret,
         )
@@ -290,6 +298,7 @@ class Launch:
             "IDS": self.ids is not None,
             "ACCEPT": self.accepted is not None,
             "REPORT": r is not None,
+            "CUT": self.before is not None,
             "COUNT": self.counts is not None,
         }
         return tensors, flags
@@ -330,10 +339,11 @@ def fused(launch: Launch, keys: Tensor, done: Tensor, tuning: tuple[int, int, in
     if B == 0:
         return
     pieces, block, warps = tuning or plan(B, K, V)
-    size = triton.cdiv(triton.cdiv(V, pieces), block) * block
+    blocks = triton.cdiv(V, block)
     tensors, flags = launch.arguments()
     _fused_kernel[(pieces, K + 1, B)](
-        launch.draft_ids, launch.draft_ids.stride(0), launch.logits, *launch.strides, V, size, keys, done, *tensors,
+        launch.draft_ids, launch.draft_ids.stride(0), launch.logits, *launch.strides, V,
+        blocks, triton.cdiv(blocks, pieces), keys, done, *tensors,
         PIECES=pieces, BLOCK=block, **flags, num_warps=warps,
     )  # fmt: skip
 

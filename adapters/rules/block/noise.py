@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 ETA, PIECE, TOKEN = 0, 1, 2
+CHUNK = 4096  # tokens whose masses race together; the same in every batch, so that answers do not depend on it
 _M0, _M1, _W0, _W1, _32 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF
 
 

@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adapters.rules.block.noise import ETA, PIECE, TOKEN
-from adapters.rules.common import Accepted, RuleError
+from adapters.rules.block.noise import CHUNK, ETA, PIECE, TOKEN
+from adapters.rules.common import COUNTERS, MAX_DRAFTS, Accepted, RuleError
 from adapters.rules.sampling import fault
 
-CHUNK = 4096
+_COUNTERS = tl.constexpr(len(COUNTERS))
 _ETA, _PIECE, _TOKEN = tl.constexpr(ETA), tl.constexpr(PIECE), tl.constexpr(TOKEN)
 # How far a float32 sum over the vocabulary may stray from the exact S_i: a bound closer to its coin settles nothing.
 _SLACK = tl.constexpr(2e-5)
@@ -113,7 +113,7 @@ def _prepare_kernel(
     K: tl.constexpr, KP: tl.constexpr, CP: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_LIVE: tl.constexpr,
     ONE_HOT: tl.constexpr, LOGITS: tl.constexpr, CHAIN: tl.constexpr, INJECT: tl.constexpr,
 ):  # fmt: skip
-    """Program per request. Lane i holds position i: w_i, its coin eta_i, and 0 shut, 1 open or 2 open and surely good."""
+    """Program per request. Lane i is position i: w_i, its coin eta_i, and 0 shut, 1 open or 2 open and surely good."""
     b = tl.program_id(0).to(tl.int64)
     slot = b
     if HAS_SLOTS:
@@ -354,9 +354,8 @@ def _finish_kernel(
         if not INJECT:
             seed, step = tl.load(Seeds + slot), tl.load(Steps + slot)
             c = tl.arange(0, CP)
-            score = tl.where(mass > 0.0, mass / _exponential(_bits(seed, step, _PIECE, tau, c)), -1.0)
-            best = tl.max(score, axis=0)
-            chosen = tl.min(tl.where(score == best, c, CP), axis=0)
+            race = tl.where(mass > 0.0, mass / _exponential(_bits(seed, step, _PIECE, tau, c)), -1.0)
+            chosen = tl.min(tl.where(race == tl.max(race, axis=0), c, CP), axis=0)
             begin = tl.where(empty, 0, chosen * CHUNK)
             end = tl.where(empty, V, tl.minimum(chosen * CHUNK + CHUNK, V))
         peak, total, scale_t, peak_d, total_d, scale_d, x = _law_of_row(
@@ -389,7 +388,7 @@ def _finish_kernel(
             drafts = tl.load(Draft + b * stride_d + lane, mask=lane < live, other=0).to(tl.int64)
             tl.store(Ids + b * (K + 1) + lane, tl.where(lane < tau, drafts, bonus), mask=lane <= live)
         if COUNT:
-            row = Counts + slot * 5
+            row = Counts + slot * _COUNTERS
             tl.store(row, tl.load(row) + 1)
             tl.store(row + 1, tl.load(row + 1) + live)
             tl.store(row + 2, tl.load(row + 2) + tau)
@@ -409,8 +408,8 @@ class Workspace:
     buffers: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.K <= 15:
-            raise RuleError(f"K: expected 1..15 drafts, found {self.K}")
+        if not 1 <= self.K <= MAX_DRAFTS:
+            raise RuleError(f"K: expected 1..{MAX_DRAFTS} drafts, found {self.K}")
         B, K, C, KP = self.rows, self.K, self.chunks, self.lanes
         self.buffers = {
             "peak": torch.empty(B, 2 * K + 1, C, device=self.device),
@@ -456,7 +455,7 @@ class Launch:
     seeds: Tensor | None = None  # [slots] int64, counter-based noise with steps [slots] int64, in and out
     steps: Tensor | None = None
     ids: Tensor | None = None  # [B, K+1] int64, out: drafts up to length, then the bonus
-    counts: Tensor | None = None  # [slots, 5] int64
+    counts: Tensor | None = None  # [slots, len(COUNTERS)] int64
 
 
 @dataclass(frozen=True)
@@ -519,7 +518,8 @@ def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:
             KP=KP, CHUNK=space.chunk, **flags, num_warps=tuning.warps, enable_fp_fusion=False,
         )  # fmt: skip
     _finish_kernel[(B,)](
-        *data, *who, w["peak"], w["sum"], *noise_key, noise, noise_stride, w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], w["mass"],
+        *data, *who, w["peak"], w["sum"], *noise_key, noise, noise_stride,
+        w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], w["mass"],
         n.length, n.bonus, some if n.ids is None else n.ids, some if n.counts is None else n.counts,
         KP=KP, CP=CP, CHUNK=space.chunk, CHAIN=n.chain, INJECT=inject, IDS=n.ids is not None,
         COUNT=n.counts is not None, **flags, num_warps=8, enable_fp_fusion=False,
