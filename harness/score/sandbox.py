@@ -199,7 +199,7 @@ def solve(job, question, answer):
         if int(name) > 2 and int(name) not in (question, answer):
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    layers = [*drop_user(), *confine_writes("."), *limit(job)]
+    layers = [*drop_user(), *confine("."), *limit(job)]
     _libc("prctl", 1, signal.SIGKILL, 0, 0, 0)  # again: changing user cleared it
     _libc("prctl", 38, 1, 0, 0, 0)  # no new privileges
     send(answer, {"layers": [*layers, "audit"]})
@@ -287,21 +287,36 @@ def _readable_by_all(path):
     return True
 
 
-def confine_writes(folder):
-    """Landlock: create, write and remove below `folder` only. Needs no privilege; older kernels lack it."""
+def confine(folder):
+    """Landlock: create, write and remove below `folder` only, no TCP, no signals to others. Needs no privilege.
+
+    What it can confine grows with its version; kernels before 5.13 have none of it.
+    """
     import ctypes
 
-    writing = 0x1FF2 & ~0x8  # write, remove and make of every kind; reading directories is not handled
-    _libc("prctl", 38, 1, 0, 0, 0)
-    ruleset = ctypes.CDLL(None).syscall(444, (ctypes.c_uint64 * 1)(writing), ctypes.c_size_t(8), 0)
+    create_ruleset, add_rule, restrict_self = 444, 445, 446
+    version = ctypes.CDLL(None).syscall(create_ruleset, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        return []
+    files = 0x1FF2 | (0x4000 if version >= 3 else 0)  # write, remove, make anything; truncate
+    handled = [
+        files,
+        *([0x3] if version >= 4 else []),
+        *([0x3] if version >= 6 else []),
+    ]  # bind, connect; sockets, signals
+    attributes = (ctypes.c_uint64 * len(handled))(*handled)
+    ruleset = ctypes.CDLL(None).syscall(create_ruleset, attributes, ctypes.c_size_t(8 * len(handled)), 0)
     if ruleset < 0:
         return []
     place = os.open(folder, os.O_PATH)
-    rule = writing.to_bytes(8, sys.byteorder) + place.to_bytes(4, sys.byteorder)
-    done = _libc("syscall", 445, ruleset, 1, rule, 0) == 0 and _libc("syscall", 446, ruleset, 0) == 0
+    rule = files.to_bytes(8, sys.byteorder) + place.to_bytes(4, sys.byteorder)
+    _libc("prctl", 38, 1, 0, 0, 0)  # no new privileges: what lets a process confine itself
+    done = _libc("syscall", add_rule, ruleset, 1, rule, 0) == 0 and _libc("syscall", restrict_self, ruleset, 0) == 0
     os.close(place)
     os.close(ruleset)
-    return ["writes confined"] if done else []
+    if not done:
+        return []
+    return ["writes confined", "no TCP"] if version >= 4 else ["writes confined"]
 
 
 def limit(job):

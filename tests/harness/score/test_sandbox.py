@@ -312,6 +312,32 @@ def test_the_audit_hook_stands_alone(tmp_path):
     assert (done.stdout, done.returncode) == ("6\n", 0), done.stderr
 
 
+def test_landlock_stands_alone(tmp_path):
+    """Without any other layer: writing outside is refused by the kernel, in ways no audit event announces."""
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    outside.mkdir()
+    inside.mkdir()
+    (outside / "victim").write_text("intact")
+    script = (
+        f"import os, socket, sys; sys.path.insert(0, {str(ROOT)!r})\nfrom harness.score import sandbox\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "layers = sandbox.confine('.')\nprint('layers', *layers, sep=',')\n"
+        "tries = [lambda: os.mkfifo('../outside/p'), lambda: os.mknod('../outside/n'), lambda: os.mkdir('../outside/d'),\n"
+        "    lambda: open('../outside/victim', 'a'), lambda: os.remove('../outside/victim'),\n"
+        "    lambda: os.rename('../outside/victim', 'here')]\n"
+        "if 'no TCP' in layers:\n    tries.append(lambda: socket.create_connection(server.getsockname(), 2))\n"
+        "for i, action in enumerate(tries):\n"
+        "    try:\n        action()\n        print('went through:', i)\n    except OSError:\n        pass\n"
+        "print(open('kept', 'w').write('inside'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=inside, capture_output=True, text=True)
+    layers, *rest = done.stdout.splitlines()
+    if "writes confined" not in layers:
+        pytest.skip("this kernel has no Landlock")
+    assert rest == ["6"], done.stdout + done.stderr
+    assert os.listdir(outside) == ["victim"]
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
