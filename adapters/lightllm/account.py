@@ -6,8 +6,8 @@ The engine's mtp_* counters of a request run past its end; these do not, so they
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from adapters.arm import SAMPLED_REQUEST, serving_rule
@@ -17,17 +17,45 @@ from adapters.telemetry import Telemetry
 
 
 @dataclass
+class Detail:
+    """One request, as adapters.telemetry.Counters counts it. accepted, histogram: before the cuts, of live drafts."""
+
+    blocks: int = 0
+    drafts_verified: int = 0
+    accepted: int = 0
+    strict_accepted: int = 0
+    relaxed: int = 0
+    regret_charged: float = 0.0
+    budget_exhausted: int = 0
+    committed_tokens: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+
+SUMMED = (
+    "blocks",
+    "drafts_verified",
+    "strict_accepted",
+    "relaxed",
+    "regret_charged",
+    "budget_exhausted",
+    "committed_tokens",
+)
+
+
+@dataclass
 class Marks:
     """What the adapter keeps on an engine request (InferReq), which lives as long as the request owns its slot.
 
-    temperature: of a greedy request; None: sampled. drafts: columns that hold its current proposal, 0: junk.
-    entered: its slot of the ledger was reset for it. is_open: its slot has a budget now.
+    temperature: of a greedy request; None: sampled. tag: the seed its client sent, None: none. drafts: columns that
+    hold its current proposal, 0: junk. entered: its slot of the ledger was reset for it. is_open: it has a budget now.
     """
 
     temperature: float | None
+    tag: int | None = None
     drafts: int = 0
     entered: bool = False
     is_open: bool = False
+    detail: Detail = field(default_factory=Detail)
 
 
 ATTRIBUTE = "_specaccept_marks"
@@ -38,7 +66,8 @@ def marks_of(req: Any) -> Marks:
     marks = getattr(req, ATTRIBUTE, None)
     if marks is None:
         param = req.sampling_param.shm_param
-        marks = Marks(float(param.temperature) if param.top_k == 1 else None)
+        seed = int(param.seed)
+        marks = Marks(float(param.temperature) if param.top_k == 1 else None, None if seed == -1 else seed)
         setattr(req, ATTRIBUTE, marks)
     return marks
 
@@ -73,10 +102,14 @@ def step_of(run_reqs: Sequence[Any]) -> Step:
 
 @dataclass
 class Account:
-    """Adds finished steps to the telemetry. Two threads post-process steps in turn."""
+    """Adds finished steps to the telemetry. Two threads post-process steps in turn.
+
+    finished: called once per request that ended and carries a tag, with a JSON object.
+    """
 
     telemetry: Telemetry
     policy: Policy
+    finished: Callable[[dict[str, Any]], None] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, step: Step | None, run_reqs: Sequence[Any], packs: Sequence[Any], ended_before: set[int]) -> None:
@@ -105,21 +138,35 @@ class Account:
         if req.finish_status.is_finished():
             end = req.shm_req.finish_token_index - req.shm_req.input_len + 1
             outputs = [position for position in outputs if position <= end]
-        drafts = min(len(outputs), accepted - 1)
-        sampled = marks_of(req).temperature is None
-        counters = self.telemetry.of("strict" if sampled else self.policy)
-        regret = [r for r in step.regret[first : first + drafts] if r >= 0]
-        counters.blocks += 1
-        counters.drafts_verified += step.live[n]
-        counters.relaxed += len(regret)
-        counters.strict_accepted += drafts - len(regret)
-        counters.regret_charged += sum(regret) * (1.0 if sampled else marks_of(req).temperature or 1.0)
-        counters.committed_tokens += len(outputs)
-        if step.stop and step.stop[n] == BUDGET and step.live[n] > 0 and not sampled and len(outputs) == accepted:
-            counters.budget_exhausted += 1
+        marks, live = marks_of(req), step.live[n]
+        kept, whole = min(len(outputs), accepted - 1, live), min(accepted - 1, live)
+        regret = [r for r in step.regret[first : first + kept] if r >= 0]
+        exhausted = bool(step.stop) and step.stop[n] == BUDGET and live > 0 and len(outputs) == accepted
+        block = Detail(
+            blocks=1,
+            drafts_verified=live,
+            strict_accepted=kept - len(regret),
+            relaxed=len(regret),
+            regret_charged=sum(regret) * (marks.temperature or 1.0),
+            budget_exhausted=int(exhausted and marks.temperature is not None),
+            committed_tokens=len(outputs),
+        )
+        counters, detail = self.telemetry.of(self._key(marks)), marks.detail
+        for total in (counters, detail):
+            for name in SUMMED:
+                setattr(total, name, getattr(total, name) + getattr(block, name))
+        detail.accepted += whole
+        detail.histogram += [0] * (whole + 1 - len(detail.histogram))
+        detail.histogram[whole] += 1
+
+    def _key(self, marks: Marks) -> str:
+        """Of the rule that served the request: sampled ones got the engine's own comparison of ids."""
+        return "strict" if marks.temperature is None else self.policy.key
 
     def _request(self, req: Any) -> None:
-        counters = self.telemetry.of(self.policy)
+        counters, marks = self.telemetry.of(self.policy), marks_of(req)
         counters.requests += 1
-        if serving_rule(self.policy, marks_of(req).temperature is None)[1] == SAMPLED_REQUEST:
+        if serving_rule(self.policy, marks.temperature is None)[1] == SAMPLED_REQUEST:
             counters.fall_back(SAMPLED_REQUEST)
+        if self.finished is not None and marks.tag is not None:
+            self.finished({"tag": marks.tag, "policy": self._key(marks)} | asdict(marks.detail))

@@ -3,6 +3,9 @@
 SPECACCEPT_TELEMETRY_DIR names the folder. A reader writes a token into `ask`; every rank answers with `rank-N.json`:
 its snapshot and the token, replaced atomically. The counters are host numbers, so answering never touches the device.
 The token, not a clock, proves that an answer is newer than the question: it works across a container's bind mount.
+
+A request that carries a seed (which greedy decoding ignores) leaves one line in `finished-N.jsonl` when it ends, under
+that seed as its tag: what the policy did for this request, before its answer can reach the client.
 """
 
 from __future__ import annotations
@@ -69,6 +72,51 @@ class Responder:
         thread = threading.Thread(target=poll, name="specaccept-telemetry", daemon=True)
         thread.start()
         return thread
+
+
+class Journal:
+    """The lines of one rank, one per tagged request."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = (folder / f"finished-{rank}.jsonl").open("w", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+
+class Follower:
+    """Reads the journals of all ranks as they grow. One reader, any number of threads."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.seen: dict[int, dict[str, Any]] = {}
+        self.read: dict[Path, int] = {}
+        self.lock = threading.Lock()
+
+    def take(self, tag: int, timeout_s: float = 5.0) -> dict[str, Any]:
+        """The record of a request that ended. Raises NoAnswer."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self.lock:
+                if tag not in self.seen:
+                    self._grow()
+                if tag in self.seen:
+                    return self.seen.pop(tag)
+            if time.monotonic() > deadline:
+                raise NoAnswer(f"{self.folder}: expected a record of request {tag} within {timeout_s:g} s, found none")
+            time.sleep(0.001)
+
+    def _grow(self) -> None:
+        for path in self.folder.glob("finished-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self.read.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self.read[path] = self.read.get(path, 0) + len(whole) + 1
+                for line in whole.splitlines():
+                    record = json.loads(line)
+                    self.seen[record["tag"]] = record
 
 
 def ask(folder: Path | str, timeout_s: float = 10.0) -> dict[str, Any]:

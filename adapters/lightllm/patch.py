@@ -172,6 +172,7 @@ class Engine:
         self.telemetry.armed = True
         folder = os.environ.get(exchange.FOLDER, "").strip()
         if folder:
+            self.account.finished = exchange.Journal(Path(folder), rank).write
             exchange.Responder(Path(folder), rank, world, self.telemetry.snapshot).start()
         if rank == 0:
             print(f"specaccept: armed {self.policy.key} at {self.layout}", file=sys.stderr, flush=True)

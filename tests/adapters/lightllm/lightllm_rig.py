@@ -169,6 +169,7 @@ class Item:
     prefill: bool = True
     resume_at: int = -1
     widths: list[int] = field(default_factory=list)
+    tag: int = -1
 
 
 @dataclass
@@ -242,7 +243,7 @@ def by_hand(toy: Toy, item: Item, policy: Policy, step: int, junk_is_valid: bool
         kept = committed[: item.max_new_tokens - len(ids)]
         if EOS in kept:
             kept = kept[: kept.index(EOS) + 1]
-        drafts = min(len(kept), len(committed) - 1)
+        drafts = min(len(kept), len(committed) - 1, width if valid else 0)
         relaxed = [float(r) for i, r in charged if i < drafts]
         totals.blocks += 1
         totals.drafts_verified += width if valid else 0
@@ -355,6 +356,7 @@ class Server:
             top_p=1.0,
             temperature=item.temperature,
             max_new_tokens=item.max_new_tokens,
+            seed=item.tag,
             min_new_tokens=1,
             ignore_eos=False,
             exponential_decay_length_penalty=SimpleNamespace(to_tuple=lambda: (1, 1.0)),

@@ -26,14 +26,14 @@ def serve(tree, monkeypatch):
     """serve(policy, toy, items, **server) -> (outcomes, counters by key, server)."""
     torch.set_num_threads(1)
 
-    def run(policy, toy, items, check_proposals=True, **options):
+    def run(policy, toy, items, check_proposals=True, finished=None, **options):
         with rig.armed(tree, policy, monkeypatch) as modules, monkeypatch.context() as patched:
             rig.on_cpu(modules, patched)
             server = Server(modules, toy, **options)
             if policy is None:
                 return server.run(items), {}, server
             engine = modules.patch.engine()
-            engine.check_proposals = check_proposals
+            engine.check_proposals, engine.account.finished = check_proposals, finished
             outcomes = server.run(items)
             assert not engine.lost
             return outcomes, engine.telemetry.snapshot()["counters"], server
@@ -156,6 +156,27 @@ def test_junk_columns_are_never_relaxed(serve):
     (honest,), (junk,) = serve(HUGE, toy, [first])[0], serve(HUGE, toy, [first], check_proposals=False)[0]
     assert honest.ids == by_hand(toy, first, HUGE, 4)[0].ids
     assert junk.ids[:4] == toy.junk(7)[:4] != honest.ids[:4]
+
+
+def test_tagged_requests_leave_a_record_of_their_own(serve):
+    toy = Toy(12)
+    items = [dataclasses.replace(item, tag=1000 + n) for n, item in enumerate(items_of(12))]
+    items[3].tag = -1
+    records = []
+    _, counters, _ = serve(ASD, toy, items, finished=records.append)
+    assert sorted(r["tag"] for r in records) == [1000 + n for n in range(len(items)) if n != 3]
+    for record in records:
+        totals = by_hand(toy, items[record.pop("tag") - 1000], ASD, 4)[1]
+        assert record.pop("policy") == ASD.key
+        steps, accepted = record.pop("histogram"), record.pop("accepted")
+        assert sum(steps) == record["blocks"]
+        assert sum(n * count for n, count in enumerate(steps)) == accepted
+        assert record["strict_accepted"] + record["relaxed"] <= accepted <= record["drafts_verified"]
+        hand = dataclasses.asdict(totals)
+        del hand["requests"]
+        assert record.pop("regret_charged") == pytest.approx(hand.pop("regret_charged"))
+        assert record == hand
+    assert counters[ASD.key]["requests"] == len(items)
 
 
 def test_a_slot_forgets_its_last_owner(serve):

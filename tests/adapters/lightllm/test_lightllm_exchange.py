@@ -90,6 +90,25 @@ def test_no_folder(tmp_path):
         exchange.ask(tmp_path / "none", 0.1)
 
 
+def test_records_of_requests_are_found_by_tag(tmp_path):
+    follower = exchange.Follower(tmp_path)
+    with pytest.raises(exchange.NoAnswer, match="expected a record of request 7"):
+        follower.take(7, 0.01)
+    journals = [exchange.Journal(tmp_path, rank) for rank in (0, 1)]
+    for n in range(4):
+        journals[n % 2].write({"tag": n, "blocks": n * n})
+    assert [follower.take(n, 1)["blocks"] for n in (3, 0, 2)] == [9, 0, 4]
+    journals[0].file.write('{"tag": 9, "blo')  # a line still being written
+    journals[0].file.flush()
+    with pytest.raises(exchange.NoAnswer):
+        follower.take(9, 0.01)
+    journals[0].file.write('cks": 81}\n')
+    assert follower.take(9, 1)["blocks"] == 81
+    assert follower.take(1, 1)["blocks"] == 1
+    with pytest.raises(exchange.NoAnswer):  # taken once
+        follower.take(1, 0.01)
+
+
 def test_a_question_is_answered_once(tmp_path):
     responder = exchange.Responder(tmp_path, 0, 1, telemetry(1).snapshot)
     assert not responder.answer()
