@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def armed(tmp_path_factory):
-    """The adapter as the engine itself loads it: entry point, load_plugins, HookRegistry. Hooks stay for the session."""
+    """The adapter as the engine loads it: entry point, load_plugins, HookRegistry. Hooks stay for the session."""
     site = tmp_path_factory.mktemp("site")
     info = site / "specaccept-0.0.0.dist-info"
     info.mkdir()
@@ -83,5 +83,6 @@ def worker(adapter):
 
 
 def server_args(**changed):
-    plain = dict(disaggregation_mode="null", pp_size=1, tokenizer_worker_num=1, enable_dp_attention=False, tp_size=1)
+    plain = {"disaggregation_mode": "null", "pp_size": 1, "tokenizer_worker_num": 1, "tp_size": 1}
+    plain["enable_dp_attention"] = False
     return types.SimpleNamespace(**plain | changed)

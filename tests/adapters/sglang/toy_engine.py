@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 
 import torch
@@ -20,7 +21,7 @@ class Result(SimpleNamespace):
 
 
 class ToyWorker(DSparkWorkerV2):
-    """The real entry (`forward_batch_generation`) and the real accept; propose and target forward come with the batch."""
+    """The real entry (`forward_batch_generation`) and the real accept; drafts and logits come with the batch."""
 
     def __init__(self, drafts: int) -> None:
         self._target_worker = SimpleNamespace()
@@ -70,7 +71,7 @@ def request(rid="r", temperature=0.0, policy=None, max_new_tokens=64, top_p=1.0,
         custom_params=None if policy is None else {"specaccept": policy.to_json()},
     )
     params.normalize(None)
-    req = Req(rid=rid, origin_input_text="", origin_input_ids=[1, 2, 3], sampling_params=params, vocab_size=1000)
+    req = Req(rid=rid, origin_input_text="", origin_input_ids=array("q", [1, 2, 3]), sampling_params=params, vocab_size=1000)
     return req
 
 
@@ -103,18 +104,18 @@ def decode(reqs, slots, drafts, logits, verify_lens=None, draft_logits=None) -> 
         temperatures=temperatures.view(-1),
         **more,
     )
-    batch.toy = dict(
-        folded_accept=False,
-        bs=B,
-        verify_ids_2d=torch.cat([torch.full((B, 1), 3), drafts], 1),
-        target_logits=logits.reshape(B * (K + 1), -1),
-        draft_block=block,
-        sampling_info=info,
-        draft_input=SimpleNamespace(max_top_k=None, uniform_top_k_value=None),
-        layout=None if verify_lens is None else SimpleNamespace(verify_lens=verify_lens),
-        prefix_lens=torch.full((B,), 5),
-        draft_tokens=drafts,
-    )
+    batch.toy = {
+        "folded_accept": False,
+        "bs": B,
+        "verify_ids_2d": torch.cat([torch.full((B, 1), 3), drafts], 1),
+        "target_logits": logits.reshape(B * (K + 1), -1),
+        "draft_block": block,
+        "sampling_info": info,
+        "draft_input": SimpleNamespace(max_top_k=None, uniform_top_k_value=None),
+        "layout": None if verify_lens is None else SimpleNamespace(verify_lens=verify_lens),
+        "prefix_lens": torch.full((B,), 5),
+        "draft_tokens": drafts,
+    }
     return batch
 
 

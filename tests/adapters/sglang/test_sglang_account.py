@@ -1,0 +1,229 @@
+"""Host side against the real wheel: what the engine commits of a step, counters, responses, the snapshot."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang", reason="sglang is not installed here")
+
+import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
+from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from toy_engine import blocks, decode, prefilled, request
+
+from adapters.arm import GREEDY_REQUEST, SAMPLED_REQUEST
+from adapters.policy import Policy
+from adapters.sglang.adapter import float32
+from adapters.telemetry import Counters
+
+K, V = 5, 24
+WIDE = Policy("asd", budget=40.0, gate=1.0)
+B0, STRICT, BLOCK = Policy("asd", budget=0.0), Policy("strict"), Policy("block")
+
+
+def ignore(*_args, **_kwargs):
+    """Stands for the engine's own part of a step, which frees caches that a toy has none of."""
+
+
+def commit(adapter, req, result, row) -> list[int]:
+    """What SchedulerBatchResultProcessor does with one row: append, find the stop, hand over."""
+    width = K + 1
+    ids = result.next_token_ids[row * width :][: result.num_correct_drafts_per_req_cpu[row] + 1].tolist()
+    req.output_ids.extend(ids)
+    req.update_finish_state(len(ids))
+    adapter.result(ignore, None, req, None, result, row, None)
+    return ids
+
+
+def run(adapter, worker, reqs, steps=40, greedy=True):
+    """Decode until every request has finished; returns per request its steps as (drafts, argmax, regrets, kept)."""
+    slots = list(range(1, len(reqs) + 1))
+    prefilled(worker, reqs, slots)
+    seen = [[] for _ in reqs]
+    for seed in range(steps):
+        alive = [i for i, r in enumerate(reqs) if not r.finished()]
+        if not alive:
+            return seen
+        drafts, logits = blocks(1000 + seed, len(alive), K, V)
+        top = logits.argmax(-1)
+        regret = logits.amax(-1)[:, :K] - logits[:, :K].gather(2, drafts[..., None])[..., 0]
+        batch = decode([reqs[i] for i in alive], [slots[i] for i in alive], drafts, logits)
+        result = worker.forward_batch_generation(batch)
+        for row, i in enumerate(alive):
+            before = len(reqs[i].output_ids)
+            commit(adapter, reqs[i], result, row)
+            kept = len(reqs[i].output_ids_through_stop) - before
+            seen[i].append((drafts[row], top[row], regret[row], min(kept, int(result.outs.correct_len[row])), kept))
+    return seen
+
+
+@pytest.mark.parametrize("limit", [4, 17, 29])
+@pytest.mark.parametrize("stop", [None, [0, 1]], ids=["length", "stop-id"])
+def test_only_what_the_output_keeps_is_charged_and_counted(adapter, worker, limit, stop):
+    reqs = [request(f"r{i}", policy=p, max_new_tokens=limit, stop=stop) for i, p in enumerate([WIDE] * 9 + [B0, STRICT])]
+    seen = run(adapter, worker, reqs)
+    expected: dict[str, Counters] = {}
+    for req, steps in zip(reqs, seen, strict=True):
+        state = req._specaccept
+        c = expected.setdefault(state.policy.key, Counters())
+        spent, relaxed = 0.0, 0
+        for drafts, top, regret, committed, kept in steps:
+            misses = [j for j in range(committed) if drafts[j] != top[j]]
+            relaxed += len(misses)
+            for j in misses:
+                spent = float32(spent + float(regret[j]))
+            c.blocks, c.drafts_verified = c.blocks + 1, c.drafts_verified + K
+            c.strict_accepted += committed - len(misses)
+            c.committed_tokens += kept
+        c.relaxed += relaxed
+        c.regret_charged += spent
+        assert (state.spent, state.relaxed) == (spent, relaxed)
+        assert req.finished()
+        assert sum(kept for *_, kept in steps) + 1 == len(req.output_ids_through_stop)
+    for key, wanted in expected.items():
+        found = dataclasses.asdict(adapter.telemetry.counters[key])
+        for name in ("blocks", "drafts_verified", "strict_accepted", "relaxed", "committed_tokens"):
+            assert found[name] == getattr(wanted, name), (key, name)
+        assert found["regret_charged"] == pytest.approx(wanted.regret_charged, abs=1e-9)
+    assert expected[WIDE.key].relaxed > 0
+    assert expected[B0.key].relaxed == expected[STRICT.key].relaxed == 0
+
+
+def test_a_zero_regret_tie_beyond_the_stop_is_not_counted(adapter, worker):
+    req = request("r", policy=WIDE, max_new_tokens=2)  # one id from the prefill, one from the block
+    prefilled(worker, [req], [1])
+    drafts, logits = torch.ones(1, K, dtype=torch.int64), torch.zeros(1, K + 1, V)  # every draft ties with id 0
+    result = worker.forward_batch_generation(decode([req], [1], drafts, logits))
+    assert result.outs.correct_len.tolist() == [K]
+    commit(adapter, req, result, 0)
+    counters = adapter.telemetry.counters[WIDE.key]
+    assert (counters.relaxed, counters.strict_accepted, counters.committed_tokens) == (1, 0, 1)
+    assert req._specaccept.relaxed == 1
+
+
+def test_budget_stops_are_counted_where_the_block_reached_them(adapter, worker):
+    policy = Policy("asd", budget=1.0)
+    drafts, logits = torch.zeros(1, K, dtype=torch.int64), torch.zeros(1, K + 1, V)
+    drafts[0, 3], logits[0, :, 0], logits[0, :, 1] = 1, 4.0, 1.0
+    for limit, stops in ((64, 1), (3, 0)):  # cut behind the second draft: the block never got to its fourth
+        adapter.telemetry.reset()
+        req = request(f"r{limit}", policy=policy, max_new_tokens=limit)
+        prefilled(worker, [req], [1])
+        result = worker.forward_batch_generation(decode([req], [1], drafts, logits))
+        commit(adapter, req, result, 0)
+        assert adapter.telemetry.counters[policy.key].budget_exhausted == stops
+        assert req._specaccept.exhausted == stops
+
+
+# -- responses -----------------------------------------------------------------------------------------------------
+
+
+def accumulator():
+    values = {
+        "return_logprob": False,
+        "return_hidden_states": False,
+        "return_routed_experts": False,
+        "return_indexer_topk": False,
+        "spec_algorithm": SpeculativeAlgorithm.DSPARK,
+        "disaggregation_mode": DisaggregationMode.NULL,
+        "default_stream_interval": 1,
+        "default_force_stream_interval": 50,
+        "get_cached_tokens_details": lambda req: None,
+        "is_request_level_customized_info_key": lambda key: False,
+        "current_weight_version": None,
+    }
+    fields = {f.name for f in dataclasses.fields(_GenerationStreamAccumulator)}
+    return _GenerationStreamAccumulator(**{k: v for k, v in values.items() if k in fields})
+
+
+def respond(adapter, acc, row) -> dict:
+    """The tokenizer process with one row of a payload: the engine extends its list, then asks for the spec metrics."""
+    state = SimpleNamespace(customized_info_accumulated={}, customized_info_reported_keys=set())
+    meta = {}
+    for key, values in acc.customized_info.items():
+        state.customized_info_accumulated[key] = list(values[row])
+        state.customized_info_reported_keys.add(key)
+        meta[key] = state.customized_info_accumulated[key]
+    manager = SimpleNamespace(rid_to_state={acc.rids[row]: state})
+    adapter.meta(ignore, manager, meta, SimpleNamespace(rids=acc.rids), row)
+    assert "specaccept" not in state.customized_info_accumulated  # or a stream would slice and re-report it
+    return meta
+
+
+def test_a_finished_request_reports_its_policy_and_what_it_did(adapter, worker):
+    reqs = [request("plain", max_new_tokens=9), request("wide", policy=WIDE, max_new_tokens=9)]
+    reqs += [request("strict", policy=STRICT, max_new_tokens=9), request("going", policy=WIDE, max_new_tokens=500)]
+    reqs[0].customized_info = {"other": list(range(99))}  # another plugin's values, one per token
+    run(adapter, worker, reqs, steps=9)
+    acc = accumulator()
+    for req in reqs:
+        req.stream = req.rid == "going"
+        acc.accept(req=req)
+    assert acc.rids == ["plain", "wide", "strict", "going"]
+    assert [len(v) for v in acc.customized_info.values()] == [4, 4]
+    assert respond(adapter, acc, 0) == {"other": list(range(9))}
+    wide = respond(adapter, acc, 1)["specaccept"]
+    state = reqs[1]._specaccept
+    assert wide == {
+        "policy": WIDE.key,
+        "relaxed": state.relaxed,
+        "regret": state.spent,
+        "spent": state.spent,
+        "budget_exhausted": 0,
+    }
+    assert respond(adapter, acc, 2)["specaccept"]["policy"] == "strict"
+    assert "specaccept" not in respond(adapter, acc, 3)
+    counters = adapter.telemetry.counters
+    assert (counters[WIDE.key].requests, counters["strict"].requests) == (1, 1)  # finished ones
+
+
+def test_a_request_that_ends_at_its_first_id_is_counted_too(adapter, worker):
+    req = request("r", policy=WIDE, max_new_tokens=1)
+    prefilled(worker, [req], [1])
+    req.update_finish_state()
+    acc = accumulator()
+    acc.accept(req=req)
+    assert respond(adapter, acc, 0)["specaccept"]["relaxed"] == 0
+    assert adapter.telemetry.counters[WIDE.key].requests == 1
+
+
+def test_a_rule_for_the_other_kind_of_request_falls_back_and_says_so(adapter, worker):
+    sampled, greedy = request("s", 0.8, WIDE, max_new_tokens=1), request("g", 0.0, BLOCK, max_new_tokens=1)
+    prefilled(worker, [sampled, greedy], [1, 2])
+    assert (sampled._specaccept.rule, greedy._specaccept.rule) == ("chain", "strict")
+    acc = accumulator()
+    for req in (sampled, greedy):
+        req.update_finish_state()
+        acc.accept(req=req)
+    assert respond(adapter, acc, 0)["specaccept"]["fallback"] == SAMPLED_REQUEST
+    assert respond(adapter, acc, 1)["specaccept"]["fallback"] == GREEDY_REQUEST
+    assert adapter.telemetry.counters[WIDE.key].fallbacks == {SAMPLED_REQUEST: 1}
+    assert adapter.telemetry.counters["block"].fallbacks == {GREEDY_REQUEST: 1}
+
+
+def test_the_servers_own_health_probes_are_served_natively(adapter, worker):
+    from adapters.arm import Arming
+
+    adapter.arming = Arming(default=WIDE)
+    probe, real = request("HEALTH_CHECK_1"), request("r")
+    prefilled(worker, [probe, real], [1, 2])
+    assert (probe._specaccept, real._specaccept.rule) == (None, "asd")
+
+
+def test_the_snapshot_is_in_the_engines_own_records_and_cleared_with_them(adapter, worker):
+    reqs = [request("w", policy=WIDE, max_new_tokens=9)]
+    run(adapter, worker, reqs)
+    snapshot = DSparkWorkerV2.dump_info_records(worker)["specaccept"]
+    assert (snapshot["schema"], snapshot["adapter"], snapshot["armed"]) == (1, "sglang", True)
+    assert snapshot["engine"] == {"name": "sglang", "version": adapter.version}
+    assert snapshot["counters"][WIDE.key]["blocks"] > 0
+    assert "adapters/sglang/adapter.py" in snapshot["files"]
+    worker._observers.dump_info_records = lambda: {"steps": 3}
+    assert DSparkWorkerV2.dump_info_records(worker)["steps"] == 3
+    DSparkWorkerV2.clear_info_records(worker)
+    assert DSparkWorkerV2.dump_info_records(worker)["specaccept"]["counters"] == {}
