@@ -1,0 +1,189 @@
+"""Client of LightLLM's own HTTP API, and of the adapter's files beside it (adapters/lightllm/exchange.py).
+
+LightLLM serves one policy per server and says nothing about a request's verification that ends with the request. So a
+request carries a seed (greedy decoding ignores it) as its tag, and the adapter's record under that tag says the rest.
+`do_sample` is always explicit: LightLLM takes its default from the model's generation_config.json.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from adapters.lightllm import exchange
+from adapters.policy import GREEDY_RULES, Policy
+from harness.engines.base import EngineError, Generation, Request, Server, Snapshot
+from harness.engines.native import SNAPSHOT_SCHEMA
+
+RECORD_TIMEOUT_S = 5.0
+FINISHED = ("stop", "length")
+
+
+class LightLLMClient:
+    """Synchronous, usable from several threads. telemetry: the server's SPECACCEPT_TELEMETRY_DIR."""
+
+    def __init__(self, url: str, telemetry: Path | str, control_timeout_s: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self.telemetry = Path(telemetry)
+        self.control_timeout_s = control_timeout_s
+        self._http = httpx.Client(timeout=control_timeout_s, trust_env=False)
+        self._records = exchange.Follower(self.telemetry)
+        self._tags = itertools.count(secrets.randbits(40) << 20)
+        self._policy: Policy | None = None
+
+    def close(self) -> None:
+        self._http.close()
+
+    def generate(self, request: Request) -> Generation:
+        policy = self._served(request)
+        own = request.seed if request.temperature > 0 else None
+        tag = next(self._tags) if own is None else own
+        started = time.monotonic()
+        answer = self._send("POST", "/generate", body(request, tag), request.deadline_s)
+        wall = time.monotonic() - started
+        try:
+            record = self._records.take(tag, RECORD_TIMEOUT_S)
+        except exchange.NoAnswer as error:
+            raise EngineError("identity", f"/generate {request.rid}: {error}") from None
+        return generation(answer, record, request, policy, started, wall)
+
+    def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
+        """All at once, each on a connection of its own: the server orders them as they arrive."""
+        if not requests:
+            return []
+        with ThreadPoolExecutor(len(requests)) as pool:
+            return list(pool.map(self.generate, requests))
+
+    def server(self) -> Server:
+        info = self._send("GET", "/get_server_info", None, self.control_timeout_s)
+        if not isinstance(info, dict):
+            raise EngineError("garbled", f"/get_server_info: expected an object, found {type(info).__name__}")
+        snapshot = self._snapshot()
+        drafts = info.get("mtp_draft_model_dir") or [None]
+        return Server(
+            version=str(snapshot.raw["engine"]["version"]),
+            target=str(info.get("model_dir")),
+            draft=drafts[0] if isinstance(drafts, list) else str(drafts),
+            max_running_requests=info.get("running_max_req_size"),
+            snapshot=snapshot,
+            info=info,
+        )
+
+    def healthy(self) -> bool:
+        try:
+            return self._http.get(f"{self.url}/health", timeout=self.control_timeout_s).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def flush(self) -> None:
+        """Nothing to do without a prompt cache. LightLLM cannot drop one, so a server that has one is refused."""
+        info = self._send("GET", "/get_server_info", None, self.control_timeout_s)
+        if not info.get("disable_dynamic_prompt_cache"):
+            raise EngineError("http", "flush: expected --disable_dynamic_prompt_cache, found a prompt cache")
+
+    def _served(self, request: Request) -> Policy:
+        """The server's policy, when the request may run under it."""
+        if self._policy is None:
+            default = self._snapshot().raw["default_policy"]
+            self._policy = Policy.from_json(default)
+        if request.policy is not None and request.policy.key != self._policy.key and request.temperature == 0:
+            raise EngineError(
+                "identity",
+                f"{request.rid}: policy: expected this server's {self._policy.key}, found {request.policy.key}",
+            )
+        if request.policy is not None and request.policy.rule not in GREEDY_RULES:
+            raise EngineError("identity", f"{request.rid}: policy: LightLLM has no {request.policy.rule} rule")
+        return self._policy
+
+    def _snapshot(self) -> Snapshot:
+        try:
+            raw = exchange.ask(self.telemetry, self.control_timeout_s)
+        except exchange.NoAnswer as error:
+            raise EngineError("identity", f"{error} (not armed?)") from None
+        if raw.get("schema") != SNAPSHOT_SCHEMA:
+            raise EngineError("identity", f"specaccept.schema: expected {SNAPSHOT_SCHEMA}, found {raw.get('schema')!r}")
+        return Snapshot(raw)
+
+    def _send(self, method: str, path: str, content: Any, deadline_s: float) -> Any:
+        try:
+            response = self._http.request(method, f"{self.url}{path}", json=content, timeout=deadline_s)
+        except httpx.TimeoutException:
+            raise EngineError("timeout", f"{path}: no answer within {deadline_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise EngineError("connection", f"{path}: {type(error).__name__}: {error}") from None
+        if response.status_code >= 400:
+            raise EngineError("http", f"{path}: status {response.status_code}: {response.text.strip()[:300]}")
+        try:
+            return json.loads(response.content)
+        except ValueError as error:
+            found = response.content[:80]
+            raise EngineError("garbled", f"{path}: expected JSON, found {found!r} ({error})") from None
+
+
+def body(request: Request, tag: int) -> dict[str, Any]:
+    """The JSON of /generate."""
+    sampled = request.temperature > 0
+    parameters: dict[str, Any] = {
+        "do_sample": sampled,
+        "max_new_tokens": request.max_new_tokens,
+        "return_details": True,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": tag,
+    }
+    if sampled:
+        parameters |= {"temperature": request.temperature, "top_p": 1.0, "top_k": -1}
+    return {"inputs": list(request.input_ids), "parameters": parameters}
+
+
+def generation(
+    answer: Any, record: dict[str, Any], request: Request, policy: Policy, started: float, wall: float
+) -> Generation:
+    """The answer and the adapter's record of it, checked against each other."""
+    try:
+        tokens = answer["tokens"]
+        ids = [int(token["id"]) for token in tokens]
+        finish = str(answer["finish_reason"])
+        usage, seen = int(answer["count_output_tokens"]), int(answer["prompt_tokens"])
+        made = Generation(
+            output_ids=ids,
+            finish=finish,
+            prompt_tokens=seen,
+            cached_tokens=int(tokens[-1].get("prompt_cache_len") or 0) if tokens else 0,
+            steps=int(record["blocks"]),
+            proposed=int(record["drafts_verified"]),
+            accepted=int(record["accepted"]),
+            histogram=[int(count) for count in record["histogram"]],
+            policy_key=str(record["policy"]),
+            relaxed=int(record["relaxed"]),
+            regret=float(record["regret_charged"]),
+            spent=float(record["regret_charged"]),
+            exhausted=int(record["budget_exhausted"]),
+            started_s=started,
+            wall_s=wall,
+        )
+        committed = int(record["committed_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError("garbled", f"/generate {request.rid}: {type(error).__name__}: {error}") from None
+    if finish not in FINISHED:
+        raise EngineError("aborted", f"/generate {request.rid}: finish reason {finish!r}")
+    if len(ids) != usage or not ids:
+        problem = f"{len(ids)} output ids, count_output_tokens says {usage}"
+    elif len(ids) > request.max_new_tokens:
+        problem = f"{len(ids)} output ids, max_new_tokens was {request.max_new_tokens}"
+    elif seen != len(request.input_ids):
+        problem = f"sent {len(request.input_ids)} prompt ids, prompt_tokens says {seen}"
+    elif len(ids) - committed not in (0, 1):  # 1: the first id came from the prefill
+        problem = f"{len(ids)} output ids, the adapter saw {committed} committed by verification"
+    else:
+        return made
+    raise EngineError("count", f"/generate {request.rid}: {problem}")
