@@ -93,6 +93,12 @@ class DraftConfig:
         _require(self.head_dim % 2 == 0, "head_dim", "an even number", self.head_dim)
 
     @classmethod
+    def from_folder(cls, path: Path) -> DraftConfig:
+        if not (path / "config.json").is_file():
+            raise DraftError(f"draft folder {path}: expected a config.json, found none")
+        return cls.from_json(json.loads((path / "config.json").read_text()))
+
+    @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DraftConfig:
         """Read config.json. Nested `dflash_config` and `dspark_config` take precedence, as in SGLang."""
         raw = {**raw, **(raw.get("dflash_config") or {}), **(raw.get("dspark_config") or {})}
@@ -286,12 +292,10 @@ class DSparkDraft(nn.Module):
         from safetensors.torch import load_file
 
         path = Path(path)
-        if not (path / "config.json").is_file():
-            raise DraftError(f"draft folder {path}: expected a config.json, found none")
+        config = DraftConfig.from_folder(path)
         shards = sorted(path.glob("*.safetensors"))
         if not shards:
             raise DraftError(f"draft folder {path}: expected *.safetensors, found none")
-        config = DraftConfig.from_json(json.loads((path / "config.json").read_text()))
         draft = cls(config)
         tensors = {name: t for shard in shards for name, t in load_file(shard).items() if name not in BORROWED}
         if draft.confidence_head is None:

@@ -1,0 +1,139 @@
+"""From folders or hub ids to an Engine. transformers reads configuration, weights and tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters import __version__
+from adapters.policy import Policy
+from adapters.telemetry import Telemetry
+from harness.engines.reference.dspark import DraftConfig, DSparkDraft
+from harness.engines.reference.engine import Engine
+from harness.engines.reference.model import Target
+from harness.engines.reference.proposer import Proposer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NAME = "specaccept-reference"
+
+
+class LoadError(ValueError):
+    """A pair that this engine cannot serve, in one line."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """limit: longest prompt + output of one request; None: the target's max_position_embeddings, at most 4096."""
+
+    target: str
+    draft: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    slots: int = 16
+    limit: int | None = None
+    seed: int = 0
+
+
+def _folder(name: str, path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    if path.count("/") != 1 or path.startswith((".", "/")):
+        raise LoadError(f"{name}: expected a folder or a hub id, found {path!r}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise LoadError(f"{name}: {path} from the hub: {str(error).splitlines()[0]}") from None
+
+
+def check_target(folder: Path) -> Any:
+    """The target's configuration, checked for what this engine's forward pass does not have."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"model-path: expected a config.json in {folder}, found none")
+    config = AutoConfig.from_pretrained(folder)
+    for field, expected in (
+        ("model_type", "qwen3"),
+        ("attention_bias", False),
+        ("hidden_act", "silu"),
+        ("use_sliding_window", False),
+    ):
+        found = getattr(config, field, None)
+        if found != expected:
+            raise LoadError(f"model-path: config.{field}: expected {expected!r}, found {found!r}")
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise LoadError(f"model-path: config.rope_parameters.rope_type: expected a fixed rope, found {rope!r}")
+    return config
+
+
+def load_target(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    """A Qwen3ForCausalLM."""
+    from transformers import Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # stderr is for what is wrong
+    try:
+        model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LoadError(f"model-path: {folder}: {str(error).splitlines()[0]}") from None
+    return model.to(device).eval()
+
+
+def check_limits(config: Any, options: Options) -> int:
+    """The longest prompt + output of a request."""
+    positions = config.max_position_embeddings
+    limit = min(positions, 4096) if options.limit is None else options.limit
+    if not 2 <= limit <= positions:
+        raise LoadError(f"max-total-tokens: expected 2..{positions} (max_position_embeddings), found {limit}")
+    if options.slots < 1:
+        raise LoadError(f"max-running-requests: expected >= 1, found {options.slots}")
+    return limit
+
+
+def eos_ids(model: Any) -> set[int]:
+    """What ends an answer: config and generation config of the target."""
+    ids: set[int] = set()
+    for config in (model.config, model.generation_config):
+        eos = getattr(config, "eos_token_id", None)
+        ids |= set(eos) if isinstance(eos, list | tuple) else set() if eos is None else {eos}
+    return ids
+
+
+def build(model: Any, draft: DSparkDraft, options: Options, default_policy: Policy | None = None) -> Engine:
+    """An engine over weights that are loaded already."""
+    limit = check_limits(model.config, options)
+    room = limit + draft.config.block_size + 1  # the last block may reach past the limit
+    with torch.inference_mode():
+        target = Target(model, draft.config.target_layer_ids, options.slots, room)
+        proposer = Proposer(draft, options.slots, room)
+    telemetry = Telemetry("reference", NAME, __version__, default_policy)
+    telemetry.armed = True
+    return Engine(target, proposer, telemetry, options.slots, limit, eos_ids(model), options.seed)
+
+
+def load(options: Options, default_policy: Policy | None = None) -> tuple[Engine, Any]:
+    """-> the engine and the target's tokenizer (None where its folder has none)."""
+    if options.dtype not in DTYPES:
+        raise LoadError(f"dtype: expected {' or '.join(DTYPES)}, found {options.dtype!r}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise LoadError("device: expected a CUDA device, found none (torch.cuda.is_available() is false)")
+    dtype = DTYPES[options.dtype]
+    target_folder, draft_folder = _folder("model-path", options.target), _folder("draft-path", options.draft)
+    check_limits(check_target(target_folder), options)
+    DraftConfig.from_folder(draft_folder)
+    model = load_target(target_folder, dtype, options.device)
+    draft = DSparkDraft.from_folder(draft_folder, model, dtype, options.device)
+    engine = build(model, draft, options, default_policy)
+    tokenizer = None
+    if any((target_folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    return engine, tokenizer
