@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from textwrap import dedent
 
@@ -74,6 +75,10 @@ def main(arguments: Sequence[str]) -> int:
     except interrupt.Interrupted as signal:
         print(f"specaccept: stopped by {signal}; what was measured is kept", file=sys.stderr)
         return signal.status
+    except Exception as error:  # a defect is no verdict: never the status of a failed comparison
+        traceback.print_exc()
+        print(f"specaccept: {type(error).__name__}: {error} (a defect, see above)", file=sys.stderr)
+        return INCONCLUSIVE
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Bring an engine up, prove it is the right one, and always bring it down: process, attach (docker: not yet).
 
-A launcher is a context manager `(config, log) -> RunningEngine`; a new one is a module here and a line in LAUNCHERS.
+A launcher is a module with `preflight(config)`, which refuses in one line what cannot run before anything is recorded,
+and the context manager `launch(config, log) -> RunningEngine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -13,16 +13,17 @@ from harness.config import Config
 from harness.launch import attach, docker, process
 from harness.launch.base import LaunchError, RunningEngine
 
-LAUNCHERS: dict[str, Callable[[Config, Path], AbstractContextManager[RunningEngine]]] = {
-    "process": process.launch,
-    "attach": attach.launch,
-    "docker": docker.launch,
-}
+LAUNCHERS = {"process": process, "attach": attach, "docker": docker}
+
+
+def preflight(config: Config) -> None:
+    """Raises LaunchError for what cannot run here, and says what would."""
+    LAUNCHERS[config.launch.name].preflight(config)
 
 
 def launch(config: Config, log: Path) -> AbstractContextManager[RunningEngine]:
     """The engine of `config`, its output in `log`. Raises LaunchError."""
-    return LAUNCHERS[config.launch.name](config, log)
+    return LAUNCHERS[config.launch.name].launch(config, log)
 
 
-__all__ = ["LaunchError", "RunningEngine", "launch"]
+__all__ = ["LaunchError", "RunningEngine", "launch", "preflight"]

@@ -10,7 +10,14 @@ from harness.config import Config
 from harness.engines.base import EngineError
 from harness.engines.native import NativeClient
 from harness.launch.base import LaunchError, RunningEngine
+from harness.launch.capability import unsupported
 from harness.launch.ready import check_adapter, probe
+
+
+def preflight(config: Config) -> None:
+    """The machine need not be able to run the engine: someone else's does."""
+    if reason := unsupported(config):
+        raise LaunchError(f"{config.model.name} on {config.engine.name}: {reason}")
 
 
 @contextmanager

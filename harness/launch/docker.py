@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from harness.config import Config
 from harness.launch.base import LaunchError, RunningEngine
 
 
-@contextmanager
-def launch(config: Config, log: Path) -> Iterator[RunningEngine]:
-    raise LaunchError(
-        f"launch=docker is not supported yet for {config.engine.name}: use launch=process or launch=attach"
-    )
-    yield  # the shape of every launcher
+def preflight(config: Config) -> None:
+    raise LaunchError(f"launch=docker is not supported yet for {config.engine.name}: use launch=process or launch=attach")
+
+
+def launch(config: Config, log: Path) -> AbstractContextManager[RunningEngine]:
+    raise LaunchError("launch=docker is not supported yet")

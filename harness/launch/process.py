@@ -36,9 +36,12 @@ POLL_S = 0.1
 PR_SET_PDEATHSIG = 1
 
 
+def preflight(config: Config) -> None:
+    require(config)
+
+
 @contextmanager
 def launch(config: Config, log: Path) -> Iterator[RunningEngine]:
-    require(config)
     own_port = config.engine.name == "reference"
     port = 0 if own_port else _free_port()
     argv = command(config, port)

@@ -19,8 +19,7 @@ from harness.engines.base import EngineError, Generation, Request, Snapshot
 from harness.engines.checkpoint import CheckpointError, tokenizer
 from harness.engines.tokenizer import Tokenizer, TokenizerError
 from harness.interrupt import Interrupted
-from harness.launch import LaunchError, RunningEngine, launch
-from harness.launch.capability import require, unsupported
+from harness.launch import LaunchError, RunningEngine, launch, preflight
 from harness.records import Row, Run
 from harness.records.provenance import environment, identity
 from harness.tasks.arms import Plan
@@ -170,10 +169,7 @@ def sampling_seed(seed: int, item: str) -> int:
 @contextmanager
 def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> Iterator[Session]:
     """A run with its items ready and its record open. Left without `run.finish`: the record says why."""
-    if config.launch.name == "process":
-        require(config)
-    elif reason := unsupported(config):
-        raise LaunchError(f"{config.model.name} on {config.engine.name}: {reason}")
+    preflight(config)
     try:
         words = tokenizer(config.model.target, config.model.revision)
         traffic = load(config.traffic.options())

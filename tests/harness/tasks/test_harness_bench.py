@@ -161,3 +161,52 @@ def test_interrupted_rows_are_in_the_table_file(harness, tmp_path):
     harness(fault="die", after=12)
     run = only(tmp_path)
     assert read_rows(run.folder / "requests.parquet") == run.rows
+
+
+def test_a_defect_is_no_verdict(harness, monkeypatch):
+    def broken(config):
+        raise ZeroDivisionError("by design")
+
+    monkeypatch.setattr("harness.tasks.doctor.run", broken)
+    status, _, err = harness("task=doctor")
+    assert status == 2
+    assert "ZeroDivisionError: by design (a defect, see above)" in err
+
+
+@pytest.mark.parametrize(
+    ("overrides_", "words"),
+    [
+        (["model=gpt-5"], "model: expected one of"),
+        (["launch=docker"], "launch=docker is not supported yet"),
+        (["traffic=gsm8k", "data=/nonexistent"], "expected test.jsonl in /nonexistent"),
+        (["limit=100000"], "traffic.limit: expected 1 to"),
+        (["model.target=/nonexistent"], "missing the target /nonexistent"),
+        (["engine.requires=[no_such_package]"], "missing the Python package no_such_package"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_leaves_no_record(harness, tmp_path, overrides_, words):
+    status, out, err = harness(*overrides_)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+    assert read_all(tmp_path / "results") == []
+
+
+def test_help_lists_every_task_and_member(harness):
+    from harness.config import GROUPS, choices
+
+    status, out, _ = harness("--help")
+    assert status == 0
+    for group in GROUPS:
+        for name in choices(group):
+            assert name in out
+
+
+def test_doctor_has_a_row_per_pair(harness):
+    from harness.config import choices
+
+    status, out, _ = harness("task=doctor")
+    assert status == 0
+    for model in choices("model"):
+        rows = [line for line in out.splitlines() if line.split()[:1] == [model]]
+        assert [row.split()[1] for row in rows] == choices("engine")
