@@ -8,7 +8,6 @@ request carries a seed (greedy decoding ignores it) as its tag, and the adapter'
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,44 +15,37 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from adapters.lightllm import exchange
 from adapters.policy import GREEDY_RULES, Policy
 from harness.engines.base import EngineError, Generation, Request, Server, Snapshot
-from harness.engines.native import SNAPSHOT_SCHEMA
+from harness.engines.native import SNAPSHOT_SCHEMA, NativeClient
 
 RECORD_TIMEOUT_S = 5.0
 FINISHED = ("stop", "length")
 
 
-class LightLLMClient:
+class LightLLMClient(NativeClient):
     """Synchronous, usable from several threads. telemetry: the server's SPECACCEPT_TELEMETRY_DIR."""
 
     def __init__(self, url: str, telemetry: Path | str, control_timeout_s: float = 30.0) -> None:
-        self.url = url.rstrip("/")
+        super().__init__(url, control_timeout_s)
         self.telemetry = Path(telemetry)
-        self.control_timeout_s = control_timeout_s
-        self._http = httpx.Client(timeout=control_timeout_s, trust_env=False)
         self._records = exchange.Follower(self.telemetry)
         self._tags = itertools.count(secrets.randbits(40) << 20)
         self._policy: Policy | None = None
 
-    def close(self) -> None:
-        self._http.close()
-
     def generate(self, request: Request) -> Generation:
-        policy = self._served(request)
+        self._check_policy(request)
         own = request.seed if request.temperature > 0 else None
         tag = next(self._tags) if own is None else own
         started = time.monotonic()
-        answer = self._send("POST", "/generate", body(request, tag), request.deadline_s)
+        answer = self._post("/generate", body(request, tag), request.deadline_s)
         wall = time.monotonic() - started
         try:
             record = self._records.take(tag, RECORD_TIMEOUT_S)
         except exchange.NoAnswer as error:
             raise EngineError("identity", f"/generate {request.rid}: {error}") from None
-        return generation(answer, record, request, policy, started, wall)
+        return generation(answer, record, request, started, wall)
 
     def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
         """All at once, each on a connection of its own: the server orders them as they arrive."""
@@ -63,7 +55,7 @@ class LightLLMClient:
             return list(pool.map(self.generate, requests))
 
     def server(self) -> Server:
-        info = self._send("GET", "/get_server_info", None, self.control_timeout_s)
+        info = self._get("/get_server_info")
         if not isinstance(info, dict):
             raise EngineError("garbled", f"/get_server_info: expected an object, found {type(info).__name__}")
         snapshot = self._snapshot()
@@ -77,20 +69,14 @@ class LightLLMClient:
             info=info,
         )
 
-    def healthy(self) -> bool:
-        try:
-            return self._http.get(f"{self.url}/health", timeout=self.control_timeout_s).status_code == 200
-        except httpx.HTTPError:
-            return False
-
     def flush(self) -> None:
         """Nothing to do without a prompt cache. LightLLM cannot drop one, so a server that has one is refused."""
-        info = self._send("GET", "/get_server_info", None, self.control_timeout_s)
+        info = self._get("/get_server_info")
         if not info.get("disable_dynamic_prompt_cache"):
             raise EngineError("http", "flush: expected --disable_dynamic_prompt_cache, found a prompt cache")
 
-    def _served(self, request: Request) -> Policy:
-        """The server's policy, when the request may run under it."""
+    def _check_policy(self, request: Request) -> None:
+        """A request may name the server's own policy, or none."""
         if self._policy is None:
             default = self._snapshot().raw["default_policy"]
             self._policy = Policy.from_json(default)
@@ -101,7 +87,6 @@ class LightLLMClient:
             )
         if request.policy is not None and request.policy.rule not in GREEDY_RULES:
             raise EngineError("identity", f"{request.rid}: policy: LightLLM has no {request.policy.rule} rule")
-        return self._policy
 
     def _snapshot(self) -> Snapshot:
         try:
@@ -111,21 +96,6 @@ class LightLLMClient:
         if raw.get("schema") != SNAPSHOT_SCHEMA:
             raise EngineError("identity", f"specaccept.schema: expected {SNAPSHOT_SCHEMA}, found {raw.get('schema')!r}")
         return Snapshot(raw)
-
-    def _send(self, method: str, path: str, content: Any, deadline_s: float) -> Any:
-        try:
-            response = self._http.request(method, f"{self.url}{path}", json=content, timeout=deadline_s)
-        except httpx.TimeoutException:
-            raise EngineError("timeout", f"{path}: no answer within {deadline_s:g} s") from None
-        except httpx.HTTPError as error:
-            raise EngineError("connection", f"{path}: {type(error).__name__}: {error}") from None
-        if response.status_code >= 400:
-            raise EngineError("http", f"{path}: status {response.status_code}: {response.text.strip()[:300]}")
-        try:
-            return json.loads(response.content)
-        except ValueError as error:
-            found = response.content[:80]
-            raise EngineError("garbled", f"{path}: expected JSON, found {found!r} ({error})") from None
 
 
 def body(request: Request, tag: int) -> dict[str, Any]:
@@ -145,9 +115,7 @@ def body(request: Request, tag: int) -> dict[str, Any]:
     return {"inputs": list(request.input_ids), "parameters": parameters}
 
 
-def generation(
-    answer: Any, record: dict[str, Any], request: Request, policy: Policy, started: float, wall: float
-) -> Generation:
+def generation(answer: Any, record: dict[str, Any], request: Request, started: float, wall: float) -> Generation:
     """The answer and the adapter's record of it, checked against each other."""
     try:
         tokens = answer["tokens"]

@@ -130,7 +130,7 @@ class Arm:
     def ids(self, prompt: list[int], tokens: int, tag: int = -1) -> dict:
         """ids and log-probabilities, straight from the engine: also where nothing is armed."""
         request = Request("r", prompt, tokens, None, deadline_s=120)
-        answer = self.client._send("POST", "/generate", body(request, tag), 120)
+        answer = self.client._post("/generate", body(request, tag), 120)
         last = answer["tokens"][-1]
         return {
             "ids": [t["id"] for t in answer["tokens"]],
@@ -162,7 +162,7 @@ def prompts_of(target: Path, count: int) -> list[list[int]]:
 
 def sampled(arm: Arm, prompt: list[int], seed: int) -> None:
     request = Request("s", prompt, 64, None, temperature=1.0, seed=seed, deadline_s=120)
-    arm.client._send("POST", "/generate", body(request, seed), 120)
+    arm.client._post("/generate", body(request, seed), 120)
 
 
 def passes(arm: Arm, prompts, args) -> dict:

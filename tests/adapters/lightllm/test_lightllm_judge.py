@@ -72,6 +72,7 @@ def zero_budget(slots: int, device: str = "cpu") -> accept.Ledger:
     return ledger
 
 
+@pytest.mark.timeout(2400)  # the real kernel takes milliseconds a request in the interpreter
 def test_zero_budget_is_the_engine_s_kernel(strict):
     """The rule itself at B=0, not the shortcut: equal lengths, masks and ids on every batch, nothing charged.
 
