@@ -22,7 +22,7 @@ from adapters.rules.asd.report import BUDGET, Report, settle
 from adapters.rules.common import COUNTERS, FLOATS, INTS, MAX_DRAFTS, RuleError, check, use_kernel
 
 _STRICT = AsdConfig(budget=0.0, max_mismatches=0)
-_PIECES = 32  # the most programs the fused kernel puts on one row
+_PIECES = 32  # triton.MAX_PIECES, without importing Triton
 
 
 class Step(NamedTuple):

@@ -27,6 +27,9 @@ _GATE, _CAP = tl.constexpr(GATE), tl.constexpr(CAP)
 _INF = tl.constexpr(float("inf"))
 _NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
+MAX_PIECES = 32  # programs per row at most
+_PIECES = tl.constexpr(MAX_PIECES)
+_NOTHING = tl.constexpr(-(2**63))  # below every key
 _COUNTERS = tl.constexpr(len(COUNTERS))
 
 
@@ -62,10 +65,10 @@ def _extent(b, here, Starts, Live, rows, requests, K: tl.constexpr, RAGGED: tl.c
 @triton.jit
 def _walk(
     b, here, slot, live, first, zoff, stride_z,
-    Draft, draft_row, stride_d, Top, Keys, Logits, V,
+    Draft, draft_row, stride_d, Top, Keys, pieces, Logits, V,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-    K: tl.constexpr, PIECES: tl.constexpr, FROM_KEYS: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr,
+    K: tl.constexpr, FROM_KEYS: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr,
     REPORT: tl.constexpr, CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The rule for a vector of requests b. first: row index of position 0; zoff: its offset in Logits."""
@@ -81,11 +84,12 @@ def _walk(
     total = zero.to(tl.float64)
     going = real
     bonus = zero.to(tl.int64)
-    piece = tl.arange(0, PIECES)
+    piece = tl.arange(0, _PIECES)
     for i in tl.static_range(K + 1):
         exists = real & (i <= live)
         if FROM_KEYS:
-            key = tl.load(Keys + (first + i)[:, None] * PIECES + piece[None, :], mask=exists[:, None], other=0)
+            mask = exists[:, None] & (piece < pieces)[None, :]
+            key = tl.load(Keys + (first + i)[:, None] * pieces + piece[None, :], mask=mask, other=_NOTHING)
             best = tl.max(key, axis=1)
             top = 0x7FFFFFFF - (best & 0x7FFFFFFF)
             z_top = key_value((best >> 31).to(tl.int32))
@@ -151,7 +155,7 @@ def _walk(
         tl.store(Regret + slot, tl.load(Regret + slot, mask=real, other=0.0) + total, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "rows"])
 def _walk_kernel(
     Draft, stride_d, Top, Logits, stride_b, stride_z, V,
     Slots, Starts, Live, requests, rows,
@@ -170,20 +174,20 @@ def _walk_kernel(
     zoff = first * stride_z if RAGGED else b.to(tl.int64) * stride_b
     draft_row = slot if TABLE else b.to(tl.int64)
     _walk(
-        b, here, slot, live, first, zoff, stride_z, Draft, draft_row, stride_d, Top, Top, Logits, V,
+        b, here, slot, live, first, zoff, stride_z, Draft, draft_row, stride_d, Top, Top, 1, Logits, V,
         Spent, Budget, Gate, Cap, Norm, Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-        K, 1, False, IDS, ACCEPT, REPORT, CUT, COUNT,
+        K, False, IDS, ACCEPT, REPORT, CUT, COUNT,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "rows", "blocks", "per", "pieces"])  # a new batch size must not compile anew
 def _fused_kernel(
-    Draft, stride_d, Logits, stride_b, stride_z, V, blocks, per,
+    Draft, stride_d, Logits, stride_b, stride_z, V, blocks, per, pieces,
     Keys, Done,
     Slots, Starts, Live, requests, rows,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-    K: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr,
     HAS_LIVE: tl.constexpr, TABLE: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr,
     CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -220,17 +224,18 @@ def _fused_kernel(
             best = tl.where(take, key, best)
             where = tl.where(take, c, where)
         packed = (best.to(tl.int64) << 31) | (0x7FFFFFFF - (where * BLOCK + lane)).to(tl.int64)
-        tl.store(Keys + (first0 + i) * PIECES + piece, tl.max(packed, axis=0))
+        tl.store(Keys + (first0 + i) * pieces + piece, tl.max(packed, axis=0))
         done = tl.atomic_add(Done + b0, 1, sem="acq_rel")
-        if done == (live0 + 1) * PIECES - 1:
+        if done == (live0 + 1) * pieces - 1:
             tl.store(Done + b0, 0)
             slot, first, live = b * 0 + slot0, b * 0 + first0, b * 0 + live0
             draft_row = slot if TABLE else b.to(tl.int64)
             _walk(
-                b, b >= 0, slot, live, first, b * 0 + zoff, stride_z, Draft, draft_row, stride_d, Keys, Keys, Logits, V,
+                b, b >= 0, slot, live, first, b * 0 + zoff, stride_z,
+                Draft, draft_row, stride_d, Keys, Keys, pieces, Logits, V,
                 Spent, Budget, Gate, Cap, Norm,
                 Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-                K, PIECES, True, IDS, ACCEPT, REPORT, CUT, COUNT,
+                K, True, IDS, ACCEPT, REPORT, CUT, COUNT,
             )  # fmt: skip
 
 
@@ -321,30 +326,33 @@ def walk(launch: Launch, top: Tensor, lanes: int = 32) -> None:
     )  # fmt: skip
 
 
+TUNING: tuple[int, int, int] | None = None  # the benchmark's sweep sets it, instead of `plan`
+
+
 def plan(requests: int, K: int, V: int) -> tuple[int, int, int]:
     """(pieces, BLOCK, num_warps): enough programs to fill the chip, pieces a power of two of whole blocks."""
     block, warps = (4096, 8) if V > 8192 else (1024, 4)
     pieces = 1
-    while pieces < 32 and requests * (K + 1) * pieces < 1024 and 2 * pieces * block < V:
+    while pieces < MAX_PIECES and requests * (K + 1) * pieces < 1024 and 2 * pieces * block < V:
         pieces *= 2
     return pieces, block, warps
 
 
-def fused(launch: Launch, keys: Tensor, done: Tensor, tuning: tuple[int, int, int] | None = None) -> None:
+def fused(launch: Launch, keys: Tensor, done: Tensor) -> None:
     """Form (b): one pass over float32, bfloat16 or float16 logits.
 
-    keys int64 [>= rows * 32]; done int32 [>= B], zero before the first launch and left zero by each.
+    keys int64 [>= rows * MAX_PIECES]; done int32 [>= B], zero before the first launch and left zero by each.
     """
     B, K, V = launch.length.shape[0], launch.draft_ids.shape[1], launch.logits.shape[-1]
     if B == 0:
         return
-    pieces, block, warps = tuning or plan(B, K, V)
+    pieces, block, warps = TUNING or plan(B, K, V)
     blocks = triton.cdiv(V, block)
     tensors, flags = launch.arguments()
     _fused_kernel[(pieces, K + 1, B)](
         launch.draft_ids, launch.draft_ids.stride(0), launch.logits, *launch.strides, V,
-        blocks, triton.cdiv(blocks, pieces), keys, done, *tensors,
-        PIECES=pieces, BLOCK=block, **flags, num_warps=warps,
+        blocks, triton.cdiv(blocks, pieces), pieces, keys, done, *tensors,
+        BLOCK=block, **flags, num_warps=warps,
     )  # fmt: skip
 
 
@@ -362,6 +370,6 @@ def accept(
     if z.dtype == torch.float64:
         walk(launch, z.argmax(-1).contiguous())
     else:
-        keys = torch.empty(B * (K + 1) * 32, dtype=torch.int64, device=device)
+        keys = torch.empty(B * (K + 1) * MAX_PIECES, dtype=torch.int64, device=device)
         fused(launch, keys, torch.zeros(B, dtype=torch.int32, device=device))
     return out

@@ -4,7 +4,7 @@
     state.assign([slot], seeds=[request_seed], temperature=[0.7])        # a request enters; outside a graph
     step = state.from_logits(draft_ids, target_logits, draft_logits, slots)   # in the step, capturable, no host sync
 
-Coins are counter-based (noise.py) on (seed, step, row, token): replicas that see the same tensors commit the same tokens,
+Coins are counter-based (noise.py): replicas that see the same tensors commit the same tokens,
 and each step of a slot, graph replays included, draws anew. On CPU tensors the same object runs the oracle
 (the kernels under TRITON_INTERPRET=1). A slot of -1 pads: not read, not counted.
 """

@@ -49,7 +49,7 @@ def _exponential(bits):
     return tl.where(u < 0.01, u * (1.0 + u * (0.5 + u * 0.3333333333)), -tl.log(1.0 - u))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "per"])
 def _stats_kernel(
     Draft, stride_d, Target, target_b, target_r, DraftZ, draft_b, draft_r, V, chunks, per,
     Slots, Live, TempT, TempD, Peak, Sum,
@@ -105,7 +105,7 @@ def _row_totals(Peak, Sum, rows, here, chunks, scale, CP: tl.constexpr):
     return peak, tl.sum(sums * tl.exp2((peaks - ground[:, None]) * scale), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _prepare_kernel(
     Draft, stride_d, Target, target_b, target_r, DraftZ, draft_b, draft_r, V, chunks,
     Slots, Live, TempT, TempD, Peak, Sum, Seeds, Steps, EtaIn, stride_e,
@@ -235,7 +235,7 @@ def _law_of_row(
     return peak, total, scale, peak_d, total_d, scale_d, x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "per"])
 def _mass_kernel(
     Draft, stride_d, Target, target_b, target_r, DraftZ, draft_b, draft_r, V, chunks, per,
     Slots, Live, TempT, TempD, RowPeak, RowSum, W, Open, Mass,
@@ -286,7 +286,7 @@ def _chunk_mass(
     return tl.where(mask & (mass > 0.0), mass, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _finish_kernel(
     Draft, stride_d, Target, target_b, target_r, DraftZ, draft_b, draft_r, V, chunks,
     Slots, Live, TempT, TempD, Peak, Sum, Seeds, Steps, NoiseIn, stride_n,
@@ -460,16 +460,19 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Warps and programs per launch. pieces: programs per row, None: enough to fill the chip."""
+    """Warps of the two passes, and how many programs each should have at least (it has one per chunk at most)."""
 
     warps: int = 8
-    pieces: int | None = None
-    mass_pieces: int | None = None
+    programs: int = 4096
 
 
-def _pieces(programs: int, chunks: int) -> int:
-    """Chunks per program so that about 2,000 programs exist, or one chunk each."""
-    return max(1, min(chunks, programs * chunks // 2048))
+TUNING = Tuning()
+STAGES = 4  # the benchmark leaves later launches out to see where the time goes
+
+
+def _per_program(rows: int, chunks: int) -> int:
+    """Chunks a program takes so that about TUNING.programs exist."""
+    return max(1, min(chunks, rows * chunks // TUNING.programs))
 
 
 def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:
@@ -497,26 +500,30 @@ def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:
     CP = triton.next_power_of_2(C)
     if n.logits:
         rows = K + 1 if one_hot else 2 * K + 1
-        per = -(-C // tuning.pieces) if tuning.pieces else _pieces(B * rows, C)
+        per = _per_program(B * rows, C)
         _stats_kernel[(triton.cdiv(C, per), rows, B)](
-            *data, per, *who, w["peak"], w["sum"], CHUNK=space.chunk, **flags, num_warps=tuning.warps
+            *data, per, *who, w["peak"], w["sum"], CHUNK=space.chunk, **flags, num_warps=TUNING.warps
         )
     eta, eta_stride = (some, 0) if n.eta is None else (n.eta, n.eta.stride(0))
     noise, noise_stride = (some, 0) if n.noise is None else (n.noise, n.noise.stride(0))
     noise_key = (some if n.seeds is None else n.seeds, some if n.steps is None else n.steps)
     flags |= {"LOGITS": n.logits}
+    if STAGES < 2:
+        return
     _prepare_kernel[(B,)](
         *data, *who, w["peak"], w["sum"], *noise_key, eta, eta_stride,
         w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], fault(n.target.device),
         KP=KP, CP=CP, CHAIN=n.chain, INJECT=inject, **flags, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    if not (n.logits and one_hot):
+    if STAGES >= 3 and not (n.logits and one_hot):
         rows = K if n.logits else K + 1
-        per = -(-C // tuning.mass_pieces) if tuning.mass_pieces else _pieces(B * rows, C)
+        per = _per_program(B * rows, C)
         _mass_kernel[(triton.cdiv(C, per), rows, B)](
             *data, per, *who, w["row_peak"], w["row_sum"], w["w"], w["open"], w["mass"],
-            KP=KP, CHUNK=space.chunk, **flags, num_warps=tuning.warps, enable_fp_fusion=False,
+            KP=KP, CHUNK=space.chunk, **flags, num_warps=TUNING.warps, enable_fp_fusion=False,
         )  # fmt: skip
+    if STAGES < 4:
+        return
     _finish_kernel[(B,)](
         *data, *who, w["peak"], w["sum"], *noise_key, noise, noise_stride,
         w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], w["mass"],
