@@ -154,12 +154,13 @@ class Target(nn.Module):
         batch, width = len(prompts), max(map(len, prompts))
         shape = (batch, c.num_key_value_heads, width + limit, c.head_dim)
         cache = [
-            (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in self.layers
         ]
         ids = torch.tensor([[stop] * (width - len(p)) + p for p in prompts], device=device)  # padded on the left
         pads = torch.tensor([width - len(p) for p in prompts], device=device)
-        seen = torch.arange(width + limit, device=device) >= pads[:, None]
+        places = torch.arange(width + limit, device=device)
+        seen = places >= pads[:, None]
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         own = torch.eye(width, dtype=torch.bool, device=device)  # a pad sees itself: no empty row
         mask = ((causal & seen[:, None, :width]) | own)[:, None]
@@ -168,16 +169,18 @@ class Target(nn.Module):
         groups, at = c.num_attention_heads // c.num_key_value_heads, 0
         for step in range(limit):
             size = ids.shape[1]
+            # Few distinct shapes: the cache is read up to a multiple of 64, what lies past `at` hidden.
+            reach = min(-(-(at + size) // 64) * 64, width + limit)
+            hidden = ~(seen[:, :reach] & (places[:reach] <= at))[:, None, None]
             x, rope = self.embed_tokens(ids), (self.cos[at : at + size], self.sin[at : at + size])
             for layer, (keys, values) in zip(self.layers, cache, strict=True):
                 q, k, v = layer.qkv(x, rope)
                 keys[:, :, at : at + size], values[:, :, at : at + size] = k, v
                 if size == 1:  # the query heads of one KV head become its rows
-                    q = q.reshape(batch, c.num_key_value_heads, groups, c.head_dim)
-                    y = F.scaled_dot_product_attention(
-                        q, keys[:, :, : at + 1], values[:, :, : at + 1], attn_mask=seen[:, None, None, : at + 1]
-                    )
-                    y = y.reshape(batch, 1, -1)
+                    q = q.to(dtype).reshape(batch, c.num_key_value_heads, groups, c.head_dim)
+                    scores = (q @ keys[:, :, :reach].mT).float() * c.head_dim**-0.5
+                    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(dtype)
+                    y = (weights @ values[:, :, :reach]).reshape(batch, 1, -1)
                 else:
                     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
                     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)

@@ -4,8 +4,7 @@
 
 Stages: the target on packed problems; the target's own answers to fresh training prompts; the draft on those answers
 and on the target's hidden states; then, from the exported files, accuracy on test seeds, tokens per step, regret at
-first rejections and the q25 calibration. Every seed is fixed. Artefacts are written as soon as a stage ends, and a
-stage ends early when --seconds would be exceeded (the log says so).
+first rejections and the q25 calibration. Every seed is fixed. Artefacts are written as soon as a stage ends.
 """
 
 from __future__ import annotations
@@ -41,24 +40,30 @@ from harness.engines.reference.dspark import DraftConfig, DSparkDraft  # noqa: E
 
 TARGET, DRAFT = "tiny-qwen3", "tiny-qwen3-dspark-block7"
 DRAFT_SEEDS = 900_000_000  # training seeds that the target never saw
-ANSWER_LIMIT = {"math": 256, "code": 448}
+ANSWER_LIMIT = {"math": 256, "code": 448}  # tokens; longer than any solution that training saw
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything. Steps are optimiser steps; rows hold data.LENGTH tokens."""
+    """How much of everything. Steps are optimiser steps; rows hold data.LENGTH tokens.
 
-    steps: int = 6000
+    A stage that would take longer than its seconds decays its rate faster and ends in time (training.json tells).
+    """
+
+    steps: int = 3000
     rows: int = 128
+    target_seconds: float = 90.0
     math_share: float = 0.6
     muon: float = 0.02
     adam: float = 4e-3
     weight_decay: float = 0.01
-    corpus: int = 100_000
+    corpus: int = 80_000
     corpus_batch: int = 4096
     sampled_share: float = 0.25
     sampling_temperature: float = 0.7
-    draft_steps: int = 5000
+    corpus_seconds: float = 100.0
+    draft_steps: int = 4000
+    draft_seconds: float = 150.0
     draft_rows: int = 128
     anchors: int = 24
     draft_muon: float = 0.02
@@ -74,7 +79,7 @@ class Plan:
 
 PLANS = {
     "full": Plan(),
-    "probe": Plan(steps=700, corpus=12_288, draft_steps=350, tests=300),
+    "probe": Plan(steps=500, corpus=8192, draft_steps=300, tests=256),
     "tiny": Plan(
         steps=6, rows=4, corpus=16, corpus_batch=8, draft_steps=4, draft_rows=4, anchors=3, tests=6, calibration_items=4
     ),
@@ -86,15 +91,12 @@ BLOCK = 7
 class Log:
     """training.json: written again after every entry, so that a stop leaves what is known."""
 
-    def __init__(self, path: Path, plan: Plan, budget: float) -> None:
-        self.path, self.start, self.budget = path, time.monotonic(), budget
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self.path, self.start = path, time.monotonic()
         self.entries: dict[str, Any] = {"plan": asdict(plan), "torch": torch.__version__, "curves": {}}
 
     def seconds(self) -> float:
         return time.monotonic() - self.start
-
-    def late(self, reserve: float) -> bool:
-        return self.seconds() > self.budget - reserve
 
     def put(self, name: str, value: Any) -> None:
         self.entries[name] = value
@@ -150,11 +152,11 @@ class Optimiser:
         self.muon = Muon([p for n, p in named if matrix(n, p)], muon, weight_decay)
         rest = [p for n, p in named if not matrix(n, p)]
         self.adam = torch.optim.AdamW(rest, lr=adam, betas=(0.9, 0.98), weight_decay=0.0)
-        self.steps, self.rate = steps, adam
+        self.warm, self.rate = max(1, steps // 40), adam
 
-    def step(self, index: int) -> None:
-        warm = max(1, self.steps // 40)
-        scale = min((index + 1) / warm, (self.steps - index) / max(1, self.steps - warm))
+    def step(self, index: int, progress: float) -> None:
+        """progress: the part of the stage that is over, 0..1."""
+        scale = min((index + 1) / self.warm, 1.0 - progress)
         nn.utils.clip_grad_norm_(self.params, 1.0)
         self.muon.step(scale)
         for group in self.adam.param_groups:
@@ -200,6 +202,8 @@ class Rows:
             time.sleep(0.01)
         if self.error is not None:
             raise self.error
+        if self.filled < rows:
+            raise RuntimeError(f"rows: expected at least {rows}, the workers made {self.filled}")
         if start + rows > self.filled:  # another pass over the rows there are
             start = start % max(1, self.filled - rows)
         return self.ids[start : start + rows].long(), self.marks[start : start + rows]
@@ -229,13 +233,14 @@ def train_target(plan: Plan, pool: Any, device: torch.device, log: Log) -> Targe
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of(target, ids, marks)
         loss.backward()
-        optimiser.step(step)
+        progress = max((step + 1) / plan.steps, (log.seconds() - begin) / plan.target_seconds if step > 20 else 0.0)
+        optimiser.step(step, min(progress, 1.0))
         if step in (0, 20) or step % 250 == 249:
             log.curve("target_loss", step, float(loss.detach()))
-            if step == 20:
-                begin = log.seconds()
-            if log.late(220 if plan.steps > 2000 else 20):
-                break
+        if step == 20:
+            begin = log.seconds()  # compiled by now
+        if progress >= 1:
+            break
     spent = log.seconds() - begin
     log.put("target", {
         "parameters": sum(p.numel() for p in target.parameters()), "steps": step + 1, "of": plan.steps,
@@ -284,8 +289,11 @@ def corpus(target: Target, plan: Plan, pool: Any, log: Log) -> list[Answer]:
             for at in range(first, last, plan.corpus_batch):
                 end = min(at + plan.corpus_batch, last)
                 seeds = range(DRAFT_SEEDS + at, DRAFT_SEEDS + end)
+                if log.seconds() - begin > plan.corpus_seconds * (0.5 if task == "math" else 1.0):
+                    break
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     found += answers(target, task, seeds, prompts[at:end], stop, plan.corpus_batch, temperature)
+                log.curve("corpus_answers", len(found), log.seconds() - begin)
     whole = [a for a in found if a.output[-1] == stop and len(a.output) > 2]
     log.put("corpus", {
         "answers": len(found), "whole": len(whole), "output_tokens": sum(len(a.output) for a in whole),
@@ -387,13 +395,14 @@ def train_draft(target: Target, found: list[Answer], plan: Plan, out: Path, log:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, accepted = draft_loss(draft, ids, lengths, anchors, context, target_logits, plan)
         loss.backward()
-        optimiser.step(step)
+        progress = max((step + 1) / plan.draft_steps, (log.seconds() - begin) / plan.draft_seconds)
+        optimiser.step(step, min(progress, 1.0))
         if step in (0, 20) or step % 250 == 249:
             log.curve("draft_loss", step, float(loss.detach()))
             log.curve("draft_accept_length", step, float(accepted))
             draft.save_folder(out / DRAFT)
-            if log.late(60 if plan.draft_steps > 1000 else 10):
-                break
+        if progress >= 1:
+            break
     draft.save_folder(out / DRAFT)
     log.put("draft", {
         "parameters": sum(p.numel() for p in draft.parameters()), "steps": step + 1, "of": plan.draft_steps,
@@ -532,7 +541,7 @@ def calibrate(target: Target, draft: DSparkDraft, plan: Plan, stop: int) -> dict
 
 def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log) -> None:
     """Everything measured from the exported files, bf16 weights in float32 arithmetic."""
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     target = Target.from_folder(out / TARGET, device)
     draft = (
         DSparkDraft.from_folder(out / DRAFT, target, device=device)
@@ -567,7 +576,7 @@ def main() -> None:
     )
     parser.add_argument("--plan", choices=PLANS, default="full")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="change single fields of the plan")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="leave later steps out rather than run longer")
+    parser.add_argument("--target", type=Path, help="skip the first stage: a folder that holds a trained target")
     parser.add_argument("--workers", type=int, default=None)
     args = parser.parse_args()
     plan = PLANS[args.plan]
@@ -575,13 +584,15 @@ def main() -> None:
         name, value = item.split("=", 1)
         plan = replace(plan, **{name: type(getattr(plan, name))(value)})
     args.out.mkdir(parents=True, exist_ok=True)
-    log = Log(args.out / "training.json", plan, args.seconds)
+    log = Log(args.out / "training.json", plan)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and generation has many
     with multiprocessing.get_context("fork").Pool(args.workers) as pool:
         log.put("device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
         stop, end = (data.tokenizer().token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>"))
-        train_target(plan, pool, device, log).save_folder(args.out / TARGET, stop, end)
+        trained = Target.from_folder(args.target) if args.target else train_target(plan, pool, device, log)
+        trained.save_folder(args.out / TARGET, stop, end)
         target = Target.from_folder(args.out / TARGET, device)  # the draft learns on what is deployed
         train_draft(target, corpus(target, plan, pool, log), plan, args.out, log)
         evaluate(args.out, plan, pool, device, log)

@@ -9,7 +9,7 @@ tested composition was never trained on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 from random import Random
@@ -17,10 +17,11 @@ from typing import Any
 
 from harness.traffic.generated import draw, phrase, sentence, split, split_of
 
-__all__ = ["Operation", "Problem", "problem", "split", "split_of"]
+__all__ = ["Operation", "Problem", "Step", "problem", "split", "split_of"]
 
 MIN_OPERATIONS, MAX_OPERATIONS = 2, 5
-TESTS = 7
+WORDED = 0.5  # how often a whole-number parameter is given by a sum to work out
+_SIZES = (0, 1, 3, 5, 6, 8, 9)  # of the inputs that tests use
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class Operation:
     parameters: tuple[Any, ...] = ()
     keep: tuple[str, ...] = ()
     each: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a task: its parameter, how it is asked for, and the sum that gives the parameter, if one does."""
+
+    operation: Operation
+    parameter: Any
+    ask: str
+    sum: str = ""
 
 
 def _filter(
@@ -210,14 +221,13 @@ class Problem:
     entry_point: str
     argument: str
     source: str
-    operations: tuple[tuple[Operation, Any], ...]
-    asks: tuple[str, ...]
+    steps: tuple[Step, ...]
     tests: tuple[str, ...]
     thinking: bool = True
 
     @property
     def novelty(self) -> str:
-        return " ".join((self.source, *(op.key for op, _ in self.operations)))
+        return " ".join((self.source, *(step.operation.key for step in self.steps)))
 
     @property
     def question(self) -> str:
@@ -241,13 +251,13 @@ class Problem:
                 {"what": _ARGUMENT[self.source], "arg": self.argument, "name": self.entry_point},
             )
         ]
-        for index, (ask, note) in enumerate(zip(self.asks, notes, strict=True)):
+        for index, (step, note) in enumerate(zip(self.steps, notes, strict=True)):
             lead = "first" if index == 0 else ("finally" if index == len(notes) - 1 else "[then|next|after that]")
             thinking.append(
                 sentence(
-                    f"[{lead}, |step {index + 1}: |{lead}, I ]{{ask}}[, so I use|: that is|, which is|, written as| with] `{{note}}`.",
+                    f"[{lead}, |step {index + 1}: |{lead}, I ]{{ask}}{{sum}}[, so I use|: that is|, which is|, written as| with] `{{note}}`.",
                     rng,
-                    {"ask": ask, "note": note},
+                    {"ask": step.ask, "note": note, "sum": step.sum and f" ({step.sum} = {step.parameter})"},
                 )
             )
         if rng.random() < 0.35:
@@ -266,15 +276,31 @@ class Problem:
         return f"<think>\n{between.join(thinking)}\n</think>\n\n{intro}```python\n{body}\n```"
 
 
-def _run(operations: tuple[tuple[Operation, Any], ...], value: Any) -> list[Any]:
+def _run(steps: tuple[Step, ...], value: Any) -> list[Any]:
     values = [value]
-    for op, parameter in operations:
-        values.append(op.run(values[-1], parameter))
+    for step in steps:
+        values.append(step.operation.run(values[-1], step.parameter))
     return values
 
 
+def _worded(k: int, rng: Random) -> tuple[str, str]:
+    """A sum that gives k, in words and in figures."""
+    kind = rng.random()
+    if kind < 0.35:
+        other = rng.randint(14, 480)
+        return rng.choice((f"{k + other} minus {other}", f"{k + other} - {other}")), f"{k + other} - {other}"
+    if kind < 0.75:
+        other = rng.randint(3, 39)
+        return rng.choice((f"{k * other} divided by {other}", f"{k * other} / {other}")), f"{k * other} / {other}"
+    first, second = rng.randint(2, 12), rng.randint(3, 29)
+    rest = first * second - k
+    sign, word, size = ("-", "minus", rest) if rest >= 0 else ("+", "plus", -rest)
+    written = f"{first} * {second} {sign} {size}"
+    return rng.choice((f"{first} times {second} {word} {size}", written)), written
+
+
 def _example(made: Problem, rng: Random) -> str:
-    values = _run(made.operations, _sample(made.source, rng, 3 if made.source != "int" else 2))
+    values = _run(made.steps, _sample(made.source, rng, 3 if made.source != "int" else 2))
     steps = [repr(value) for value in values]
     return phrase(
         "[For example|For instance], {first} [becomes|gives|turns into] {rest}.",
@@ -287,10 +313,11 @@ def _write(made: Problem, rng: Random) -> tuple[list[str], list[str]]:
     """The function's lines, and the expression that stands for each operation."""
     body: list[str] = []
     notes: list[str] = []
-    current, kind, last = made.argument, made.source, len(made.operations) - 1
+    current, kind, last = made.argument, made.source, len(made.steps) - 1
     fresh = rng.random() < 0.5
     element = {kind: rng.choice(names) for kind, names in _ELEMENTS.items()}
-    for index, (op, parameter) in enumerate(made.operations):
+    for index, step in enumerate(made.steps):
+        op, parameter = step.operation, step.parameter
         v = element[op.source]
         if v == current:
             v = next(name for name in _ELEMENTS[op.source] if name != current)
@@ -325,29 +352,34 @@ def _write(made: Problem, rng: Random) -> tuple[list[str], list[str]]:
     return head + [f"    {line}" for line in body], notes
 
 
+def _chain(source: str, argument: str, rng: Random) -> tuple[Step, ...]:
+    kind = source
+    chain: list[Step] = []
+    for index in range(rng.randint(MIN_OPERATIONS, MAX_OPERATIONS)):
+        used = {step.operation.key for step in chain}
+        op = rng.choice(
+            [op for op in _BY_SOURCE[kind] if op.key not in used and (index == 0 or op.key not in _COUNTING)]
+        )
+        k = rng.choice(op.parameters) if op.parameters else None
+        said, figures = _worded(k, rng) if isinstance(k, int) and rng.random() < WORDED else (str(k), "")
+        chain.append(Step(op, k, phrase(op.ask, rng, {"k": said, "n": argument}), figures))
+        kind = op.result
+    return tuple(chain)
+
+
 def _make(rng: Random) -> Problem:
     source = rng.choice(("ints", "ints", "ints", "str", "str", "int"))
+    argument = rng.choice(_NAMES[source][:3])
     while True:
-        kind = source
-        chain: list[tuple[Operation, Any]] = []
-        for index in range(rng.randint(MIN_OPERATIONS, MAX_OPERATIONS)):
-            pool = [
-                op
-                for op in _BY_SOURCE[kind]
-                if op.key not in {c.key for c, _ in chain} and (index == 0 or op.key not in _COUNTING)
-            ]
-            op = rng.choice(pool)
-            chain.append((op, rng.choice(op.parameters) if op.parameters else None))
-            kind = op.result
-        operations = tuple(chain)
-        name = f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
-        inputs = [_sample(source, rng, size) for size in (0, 1, 3, 5, 6, 8, 9)[:TESTS]]
-        results = [_run(operations, value) for value in inputs]
+        steps = _chain(source, argument, rng)
+        inputs = [_sample(source, rng, size) for size in _SIZES]
+        results = [_run(steps, value) for value in inputs]
         # A composition that forgets its input, or makes huge numbers, is no task.
         if len({repr(values[-1]) for values in results}) >= 3 and all(len(repr(values[-1])) < 90 for values in results):
             break
-    argument = rng.choice(_NAMES[source][:3])
-    asks = tuple(phrase(op.ask, rng, {"k": parameter, "n": argument}) for op, parameter in operations)
+    name = f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
+    asks = [step.ask for step in steps]
+    kind = steps[-1].operation.result
     what = {
         "what": _ARGUMENT[source],
         "call": f"{name}({argument})",
@@ -356,28 +388,25 @@ def _make(rng: Random) -> Problem:
         "out": _OUTPUT[kind],
     }
     if rng.random() < 0.7:
-        steps = "".join(
+        listed = "".join(
             f", {rng.choice(('then', 'then', 'and then', 'next'))} {ask}" if index else ask
             for index, ask in enumerate(asks)
         )
         prompt = phrase(
             "[Write|Create|Implement] a [Python |]function `{call}` [that takes|for] {what}: {steps}. [Return|It should return|Give back] the [resulting |]{out}.|"
             "Given {what} `{arg}`, {steps}, and return the [resulting |]{out}. [Write|Define] [it|this] as a Python function `{call}`.",
-            rng, {**what, "steps": steps},
+            rng, {**what, "steps": listed},
         )  # fmt: skip
     else:
-        steps = "\n".join(f"{index + 1}. {ask}" for index, ask in enumerate(asks))
+        listed = "\n".join(f"{index + 1}. {ask}" for index, ask in enumerate(asks))
         prompt = phrase(
             "[Write|Create|Implement] a [Python |]function `{call}` that takes {what} and [does the following|follows these steps|works as follows]:\n{steps}\nReturn the [resulting |]{out}.",
-            rng, {**what, "steps": steps},
+            rng, {**what, "steps": listed},
         )  # fmt: skip
     tests = tuple(f"assert {name}({value!r}) == {values[-1]!r}" for value, values in zip(inputs, results, strict=True))
-    return Problem(0, prompt, name, argument, source, operations, asks, tests)
+    return Problem(0, prompt, name, argument, source, steps, tests)
 
 
 def problem(seed: int) -> Problem:
     """The task of one seed (a pure function of it). Raises ValueError for a seed outside every split."""
-    made = draw(seed, "code", _make)
-    return Problem(
-        seed, made.prompt, made.entry_point, made.argument, made.source, made.operations, made.asks, made.tests
-    )
+    return replace(draw(seed, "code", _make), seed=seed)
