@@ -128,6 +128,7 @@ class Adapter:
         self.refused: dict[str, str] = {}  # rule -> why this server cannot serve it
         self.caps: dict[int, SimpleNamespace] = {}
         self.native_sampled = "chain"  # what the engine does with a sampled row
+        self.length_dtype = torch.int32  # of the engine's accept lengths: int64 in older releases
 
     # -- admission ----------------------------------------------------------------------------------------------
 
@@ -266,6 +267,7 @@ class Adapter:
         length, bonus = self.ledger.accept(
             candidates[:, 1:], step.logits.view(B, W, -1), top, step.slots.long(), step.live, step.detail.report()
         )
+        length = length.to(self.length_dtype)
         if step.live is None:
             return length, bonus
         # The engine caps what it gets and reports how much it cut: give it the run strict would have gone on with.
@@ -446,19 +448,23 @@ class Adapter:
         accept_greedy = seams.resolve(owner.rpartition(".")[0])
         device, K = self.worker.device, self.worker.drafts
         W, V = K + 1, 8
-        logits = torch.zeros(2, W, V)
-        logits[:, :, 0], logits[:, :, 1] = 3.0, 2.0
+        logits = torch.zeros(2 * W, V)
+        logits[:, 0], logits[:, 1] = 3.0, 2.0
         candidates = torch.zeros(2, W, dtype=torch.int64)
         candidates[:, min(2, K)] = 1
+        toy: dict[str, Any] = {
+            "candidates": candidates.to(device),
+            "target_logits": logits.to(device),
+            "verify_num_draft_tokens": W,
+        }
+        self.length_dtype = accept_greedy.execute(**toy)[0].dtype
         kept, self.ledger = self.ledger, Ledger(2, device)
         configs = [AsdConfig(budget=2.0), AsdConfig(budget=0.0)]
         self.ledger.assign(torch.arange(2, device=device), configs, [0.0, 0.0])
         self.step = Step([None, None], torch.arange(2, device=device), Detail(2, K, device))
-        self.step.logits = logits.view(2 * W, V).to(device)
+        self.step.logits = toy["target_logits"]
         try:
-            length, _, _ = accept_greedy.execute(
-                candidates=candidates.to(device), target_logits=self.step.logits, verify_num_draft_tokens=W
-            )
+            length, _, _ = accept_greedy.execute(**toy)
             spent = self.ledger.spent.tolist()
         finally:
             self.step, self.ledger = None, kept

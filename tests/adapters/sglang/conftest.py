@@ -8,35 +8,41 @@ import types
 
 import pytest
 
-HERE = __file__.rpartition("/")[0]
 FOUND = importlib.util.find_spec("sglang") is not None
 REASON = "sglang is not installed here: tests/adapters/sglang/run VERSION makes an environment that has it"
 
 
 def _stub_torchvision() -> None:
-    """The CPU build of torch has no torchvision beside it in that environment; SGLang imports three names of it."""
-    from transformers.utils.import_utils import is_torchvision_available
+    """The CPU build of torch has no torchvision beside it in that environment; SGLang imports a few names of it."""
+    from transformers.utils.import_utils import DummyObject, is_torchvision_available
 
     if is_torchvision_available():  # also fills transformers' cache, before the stubs would change its answer
         return
-    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io")
     modules = {name: types.ModuleType(name) for name in names}
     for module in modules.values():
         module.InterpolationMode = types.SimpleNamespace(NEAREST=0, BILINEAR=2, BICUBIC=3)
-        module.pil_to_tensor = None
+        module.pil_to_tensor = module.decode_jpeg = None
+    modules[names[0]].__path__ = modules[names[1]].__path__ = []
     modules[names[0]].transforms, modules[names[1]].functional = modules[names[1]], modules[names[2]]
     sys.modules |= modules
+    # transformers' placeholder for a class that needs torchvision raises on use; SGLang registers processors with it.
+    plain = DummyObject.__getattribute__
+    DummyObject.__getattribute__ = lambda cls, key: (lambda *a, **k: None) if key == "register" else plain(cls, key)
 
 
 if FOUND:
     _stub_torchvision()
 
 
-def pytest_collection_modifyitems(items):
-    if not FOUND:
-        for item in items:
-            if str(item.path).startswith(HERE):
-                item.add_marker(pytest.mark.skip(reason=REASON))
+class Skipped(pytest.Module):
+    def collect(self):
+        pytest.skip(REASON, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    """Only a missing engine skips: one that is there and does not import is a failure."""
+    return None if FOUND else Skipped.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session")
@@ -60,11 +66,12 @@ def armed(tmp_path_factory):
 
 
 @pytest.fixture
-def adapter(armed):
+def adapter(armed, monkeypatch):
     """That adapter as a process starts with it: no default policy, no worker, empty ledger and counters."""
     from adapters.arm import Arming
     from adapters.telemetry import Telemetry
 
+    monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: types.SimpleNamespace(world_size=1))
     armed.arming = Arming()
     armed.telemetry = Telemetry("sglang", "sglang", armed.version)
     armed.worker = armed.ledger = armed.step = None
@@ -75,14 +82,8 @@ def adapter(armed):
 @pytest.fixture
 def worker(adapter):
     """An armed toy worker of block 5."""
-    from toy_engine import ToyWorker
+    from toy_engine import ToyWorker, server_args
 
     made = ToyWorker(5)
     adapter.arm(made, server_args())
     return made
-
-
-def server_args(**changed):
-    plain = {"disaggregation_mode": "null", "pp_size": 1, "tokenizer_worker_num": 1, "tp_size": 1}
-    plain["enable_dp_attention"] = False
-    return types.SimpleNamespace(**plain | changed)

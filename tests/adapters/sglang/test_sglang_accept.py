@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-
-pytest.importorskip("sglang", reason="sglang is not installed here")
-
 import torch
 from toy_engine import SLOTS, ToyWorker, blocks, decode, extend, prefilled, request
 
@@ -267,7 +264,7 @@ def test_in_a_mixed_batch_only_greedy_rows_are_relaxed(worker):
 
 
 def test_block_sizes(adapter):
-    from conftest import server_args
+    from toy_engine import server_args
 
     for drafts in (1, 2, 7, 16):
         made = ToyWorker(drafts)

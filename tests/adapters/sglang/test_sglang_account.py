@@ -6,9 +6,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("sglang", reason="sglang is not installed here")
-
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
@@ -65,7 +62,8 @@ def run(adapter, worker, reqs, steps=40, greedy=True):
 @pytest.mark.parametrize("limit", [4, 17, 29])
 @pytest.mark.parametrize("stop", [None, [0, 1]], ids=["length", "stop-id"])
 def test_only_what_the_output_keeps_is_charged_and_counted(adapter, worker, limit, stop):
-    reqs = [request(f"r{i}", policy=p, max_new_tokens=limit, stop=stop) for i, p in enumerate([WIDE] * 9 + [B0, STRICT])]
+    policies = [WIDE] * 9 + [B0, STRICT]
+    reqs = [request(f"r{i}", policy=p, max_new_tokens=limit, stop=stop) for i, p in enumerate(policies)]
     seen = run(adapter, worker, reqs)
     expected: dict[str, Counters] = {}
     for req, steps in zip(reqs, seen, strict=True):

@@ -8,16 +8,12 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("sglang", reason="sglang is not installed here")
-
 import sglang
-from conftest import server_args
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.dflash_utils import validate_dflash_request
-from toy_engine import ToyWorker, request
+from toy_engine import ToyWorker, request, server_args
 
 from adapters.arm import Arming, Refused
 from adapters.policy import Policy

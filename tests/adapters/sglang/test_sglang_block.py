@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-
-pytest.importorskip("sglang", reason="sglang is not installed here")
-
 import torch
 from toy_engine import decode, prefilled, request
 
@@ -45,6 +42,11 @@ def drafted(seed: int, rows: int):
     [(1.0, -1, 1.0, False), (0.7, -1, 1.0, True), (1.0, 6, 1.0, False), (0.9, 8, 0.9, True)],
 )
 def test_block_rows_answer_as_the_oracle_does(worker, temperature, top_k, top_p, capped):
+    from sglang.srt.speculative import dflash_utils
+
+    fallback = hasattr(dflash_utils, "_dflash_top_p_renorm_prob")
+    if top_p < 1 and not fallback and dflash_utils.top_p_renorm_prob is None:
+        pytest.skip("this release renormalises top-p in a compiled kernel that needs a GPU")
     rows = 12
     reqs = [request(f"r{i}", temperature, BLOCK, top_p=top_p, top_k=top_k) for i in range(rows)]
     slots = list(range(1, rows + 1))
@@ -97,8 +99,7 @@ def test_each_sampled_row_follows_its_own_rule(worker):
 @pytest.mark.skipif(INTERPRETED, reason="thousands of rows: minutes in the interpreter, a second in the oracle")
 def test_the_accept_length_is_block_verifications_and_the_output_the_targets(adapter):
     """p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 11/9 drafts a block by the block rule, 10/9 by the token rule."""
-    from conftest import server_args
-    from toy_engine import ToyWorker
+    from toy_engine import ToyWorker, server_args
 
     rows, batches = 1024, 4
     two = ToyWorker(2)

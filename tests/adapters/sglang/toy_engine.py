@@ -71,8 +71,8 @@ def request(rid="r", temperature=0.0, policy=None, max_new_tokens=64, top_p=1.0,
         custom_params=None if policy is None else {"specaccept": policy.to_json()},
     )
     params.normalize(None)
-    req = Req(rid=rid, origin_input_text="", origin_input_ids=array("q", [1, 2, 3]), sampling_params=params, vocab_size=1000)
-    return req
+    ids = array("q", [1, 2, 3])
+    return Req(rid=rid, origin_input_text="", origin_input_ids=ids, sampling_params=params, vocab_size=1000)
 
 
 def extend(reqs, slots) -> SimpleNamespace:
@@ -146,3 +146,9 @@ def blocks(seed: int, rows: int, K: int, V: int, ties: bool = True) -> tuple[tor
     rank = torch.randint(0, 12, (rows, K), generator=g)
     rank = torch.where(rank < 3, rank, 0).clamp(max=V - 1)  # three of four drafts are the argmax or tie with it
     return order.gather(2, rank[..., None])[..., 0], logits
+
+
+def server_args(**changed) -> SimpleNamespace:
+    plain = {"disaggregation_mode": "null", "pp_size": 1, "tokenizer_worker_num": 1, "tp_size": 1}
+    plain["enable_dp_attention"] = False
+    return SimpleNamespace(**plain | changed)
