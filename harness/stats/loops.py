@@ -15,7 +15,7 @@ import numpy as np
 from harness.stats.accuracy import wilson
 from harness.stats.estimate import CONFIDENCE, Estimate
 
-MIN_TOKENS = 48
+MIN_TOKENS = 32
 MIN_REPEATS = 4
 MAX_PERIOD = 128
 
