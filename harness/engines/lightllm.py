@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ class LightLLMClient(NativeClient):
         self._records = exchange.Follower(self.telemetry)
         self._tags = itertools.count(secrets.randbits(40) << 20)
         self._policy: Policy | None = None
+        self._once = threading.Lock()
 
     def generate(self, request: Request) -> Generation:
         self._check_policy(request)
@@ -77,9 +79,9 @@ class LightLLMClient(NativeClient):
 
     def _check_policy(self, request: Request) -> None:
         """A request may name the server's own policy, or none."""
-        if self._policy is None:
-            default = self._snapshot().raw["default_policy"]
-            self._policy = Policy.from_json(default)
+        with self._once:
+            if self._policy is None:
+                self._policy = Policy.from_json(self._snapshot().raw["default_policy"])
         if request.policy is not None and request.policy.key != self._policy.key and request.temperature == 0:
             raise EngineError(
                 "identity",

@@ -1,6 +1,6 @@
 """Runs LightLLM's own decode step on the CPU around a toy model, armed by the adapter; and the same by brute force.
 
-The tree is the contract double, or a real checkout: LIGHTLLM_SRC names the folder that holds lightllm/. Of a real one
+The tree is the contract double, or a real checkout: LIGHTLLM_SRC names folders that hold lightllm/. Of a real one
 everything between the forward pass and the finished request is its own code: sample, verify, scatter, copies, post
 handling. The forward pass is a table of bigram logits, the proposer a fixed function of the last committed token.
 """
@@ -27,10 +27,14 @@ from adapters.lightllm import hook, seams
 from adapters.policy import ENVIRONMENT, Policy
 
 DOUBLE = Path(__file__).parent / "double"
-REAL = os.environ.get("LIGHTLLM_SRC")
-TREES = [DOUBLE, *([Path(REAL)] if REAL else [])]
+REAL = [Path(name) for name in os.environ.get("LIGHTLLM_SRC", "").split(os.pathsep) if name]
+TREES = [DOUBLE, *REAL]
 V, W, EOS = 48, 8, 1
 f32 = np.float32
+
+
+def name_of(tree: Path) -> str:
+    return "double" if tree == DOUBLE else f"real-{seams.layout_of(tree)}"
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):

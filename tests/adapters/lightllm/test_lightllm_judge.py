@@ -17,11 +17,11 @@ from adapters.rules.common import interpreted
 f32 = np.float32
 BATCHES = {"double": 2_000, "real": 20_000}  # ragged batches judged by both
 pytestmark = pytest.mark.skipif(
-    rig.REAL is not None and not interpreted(), reason="the real kernels need TRITON_INTERPRET=1 on a CPU"
+    bool(rig.REAL) and not interpreted(), reason="the real kernels need TRITON_INTERPRET=1 on a CPU"
 )
 
 
-@pytest.fixture(params=rig.TREES, ids=lambda tree: "double" if tree == rig.DOUBLE else "real")
+@pytest.fixture(params=rig.TREES, ids=rig.name_of)
 def strict(request, monkeypatch):
     """The tree's own mtp_verify, not armed."""
     rig.forget()
