@@ -109,7 +109,8 @@ class EngineConfig:
     """An engine and how a process of it is started. Times in seconds.
 
     api: the client that speaks to it. requires: Python packages without which it cannot start here.
-    adapter: the package that arms it.
+    adapter: the package that arms it. arguments: what the module is given before its flags.
+    per_request_policy: false: a server has one policy, so every arm gets a server of its own.
     list_requests: a list request is scheduled in order, so batched runs of equal token streams are bit-equal.
     flags: `--name value` of the start command; true: `--name`; false and null: left out.
     """
@@ -120,6 +121,8 @@ class EngineConfig:
     requires: list[str] = field(default_factory=list)
     adapter: str | None = None
     cuda: bool = False
+    arguments: list[str] = field(default_factory=list)
+    per_request_policy: bool = True
     list_requests: bool = False
     max_running_requests: int = 16
     ready_timeout_s: float = 180.0
@@ -175,13 +178,14 @@ class TrafficConfig:
 
 @dataclass
 class TaskConfig:
-    """What is done. warmup: items of the disjoint warm-up set.
+    """What is done. warmup: items of the disjoint warm-up set. limit: of generated traffic, where the task has its own.
 
     chunk, control: of the gate. quantile, items: of calibrate.
     """
 
     name: str = ""
     warmup: int = 2
+    limit: int | None = None
     chunk: int = 64
     control: int = 32
     quantile: float = 0.25
@@ -189,7 +193,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "task", 0, "warmup")
-        _at_least(self, "task", 1, "chunk", "control", "items")
+        _at_least(self, "task", 1, "limit", "chunk", "control", "items")
         if not 0 < self.quantile < 1:
             raise ConfigError(f"task.quantile: expected a number between 0 and 1, found {self.quantile!r}")
 
@@ -277,7 +281,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
     settle_policy(config, named)
     traffic = config.traffic
     traffic.data = str(Path(config.data).expanduser().resolve()) if config.data else traffic.data
-    traffic.limit = config.limit or traffic.limit
+    own = traffic.limit and config.task.limit  # a data set without a limit of its own is used whole
+    traffic.limit = config.limit or own or traffic.limit
     traffic.seed = config.seed
     return config
 

@@ -26,5 +26,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def install() -> None:
+    """A signal that whoever started this ignores (nohup, a background job) stays ignored."""
     for each in SIGNALS:
-        signal.signal(each, _raise)
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, _raise)

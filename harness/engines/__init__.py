@@ -1,3 +1,22 @@
-"""Engines: what a task asks of one (`base`), the HTTP client (`native`), the embedded engine (`reference`)."""
+"""Engines: what a task asks of one (`base`), its clients (`native`, `lightllm`), the embedded one (`reference`)."""
 
-CLIENTS = ("native",)  # values of engine.api that can be spoken to
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.engines.base import EngineClient
+
+APIS = ("lightllm", "native")  # values of engine.api
+
+
+def connect(api: str, url: str, telemetry: Path | None = None) -> EngineClient:
+    """The client of an engine's API. telemetry: the folder of a server that publishes its snapshot by file."""
+    if api == "lightllm":
+        from harness.engines.lightllm import LightLLMClient
+
+        if telemetry is None:
+            raise ValueError("telemetry: expected the server's SPECACCEPT_TELEMETRY_DIR, found none")
+        return LightLLMClient(url, telemetry)
+    from harness.engines.native import NativeClient
+
+    return NativeClient(url)

@@ -8,6 +8,8 @@ from typing import Any
 
 from harness.engines.base import EngineClient, Server
 
+TELEMETRY = "SPECACCEPT_TELEMETRY_DIR"  # where an engine without a place for the snapshot in its HTTP API puts it
+
 
 class LaunchError(RuntimeError):
     """An engine that cannot be started, did not become ready, or is not the one that was started. One line."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.config import Config, choices, member, rooted
-from harness.engines import CLIENTS
+from harness.engines import APIS
 from harness.engines.checkpoint import is_hub_id, is_local
 from harness.launch.base import LaunchError
 
@@ -52,7 +52,7 @@ def unsupported(config: Config) -> str | None:
     model, engine = config.model, config.engine
     if engine.name not in model.engines:
         return f"{model.name} runs on {', '.join(model.engines)} only"
-    if engine.api not in CLIENTS:
+    if engine.api not in APIS:
         return f"no client for {engine.name} in this version"
     if engine.adapter and not installed(engine.adapter):
         return f"no adapter for {engine.name} in this version"

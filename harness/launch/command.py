@@ -28,7 +28,7 @@ def command(config: Config, port: int) -> list[str]:
             "host": "127.0.0.1",
             "port": port,
             "dtype": None if model.dtype == "auto" else model.dtype,
-            "device": engine.device,
+            "device": engine.device or ("cuda" if model.gpus else None),
             "max-running-requests": engine.max_running_requests,
             "threads": engine.threads,
             "seed": config.seed,
@@ -60,7 +60,7 @@ def command(config: Config, port: int) -> list[str]:
         }
     else:
         raise ValueError(f"engine.name: no start command for {engine.name!r}")
-    return [sys.executable, "-m", engine.module, *_flags(own | engine.flags)]
+    return [sys.executable, "-m", engine.module, *engine.arguments, *_flags(own | engine.flags)]
 
 
 def printable(argv: list[str]) -> str:

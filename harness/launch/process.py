@@ -16,17 +16,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from adapters.policy import ENVIRONMENT, Policy
 from adapters.telemetry import NONCE
 from harness.config import ROOT, Config
-from harness.engines.base import EngineError, Server
-from harness.engines.native import NativeClient
-from harness.launch.base import LaunchError, RunningEngine
+from harness.engines import connect
+from harness.engines.base import EngineClient, EngineError, Server
+from harness.launch.base import TELEMETRY, LaunchError, RunningEngine
 from harness.launch.capability import require
 from harness.launch.command import command, printable
 from harness.launch.ready import check_adapter, probe
@@ -41,28 +44,48 @@ def preflight(config: Config) -> None:
 
 
 @contextmanager
-def launch(config: Config, log: Path) -> Iterator[RunningEngine]:
+def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]:
     own_port = config.engine.name == "reference"
     port = 0 if own_port else _free_port()
     argv = command(config, port)
     nonce = secrets.token_hex(8)
-    default = Policy("chain" if config.policy.temperature > 0 else "strict")
-    environment = os.environ | {NONCE: nonce, ENVIRONMENT: _json(default), "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as output, _child(argv, environment, output, config.launch.stop_timeout_s) as child:
-        check_alive = _watch(child, log)
+    with ExitStack() as stack:
+        telemetry = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specaccept-")))
+        environment = os.environ | {
+            NONCE: nonce,
+            ENVIRONMENT: json.dumps(policy.to_json()),
+            TELEMETRY: str(telemetry),
+            "PYTHONUNBUFFERED": "1",
+        }
+        output = stack.enter_context(log.open("ab"))
+        written = _Log(log, output.tell())
+        child = stack.enter_context(_child(argv, environment, output, config.launch.stop_timeout_s))
+        check_alive = _watch(child, written)
         deadline = time.monotonic() + config.engine.ready_timeout_s
-        url = _announced(log, check_alive, deadline) if own_port else f"http://127.0.0.1:{port}"
-        client = NativeClient(url)
-        try:
-            server = _ready(client, config, nonce, check_alive, deadline)
-            how = {"kind": "process", "url": None, "command": printable(argv), "image_digest": None}
-            yield RunningEngine(client, server, nonce, how, check_alive)
-        finally:
-            client.close()
+        url = _announced(written, check_alive, deadline) if own_port else f"http://127.0.0.1:{port}"
+        client = connect(config.engine.api, url, telemetry)
+        stack.callback(client.close)
+        server = _ready(client, config, nonce, policy, check_alive, deadline)
+        how = {"kind": "process", "url": None, "command": printable(argv), "image_digest": None}
+        yield RunningEngine(client, server, nonce, how, check_alive)
 
 
-def _json(policy: Policy) -> str:
-    return json.dumps(policy.to_json())
+@dataclass(frozen=True)
+class _Log:
+    """What one engine wrote to a log that may hold those of earlier ones. start: in bytes."""
+
+    path: Path
+    start: int
+
+    def read(self) -> str:
+        with self.path.open("rb") as stream:
+            stream.seek(self.start)
+            return stream.read().decode(errors="replace")
+
+    def tail(self, lines: int = 3) -> str:
+        """The last lines, as one."""
+        text = [line.strip() for line in self.read().splitlines() if line.strip()]
+        return " | ".join(text[-lines:]) or "it wrote nothing"
 
 
 def _free_port() -> int:
@@ -77,7 +100,9 @@ def _die_with_parent() -> None:
 
 
 @contextmanager
-def _child(argv: list[str], environment: dict[str, str], output, stop_timeout_s: float) -> Iterator[subprocess.Popen]:
+def _child(
+    argv: list[str], environment: dict[str, str], output: BinaryIO, stop_timeout_s: float
+) -> Iterator[subprocess.Popen]:
     try:
         child = subprocess.Popen(
             argv,
@@ -110,36 +135,32 @@ def _signal_group(child: subprocess.Popen, number: int) -> None:
         os.killpg(child.pid, number)
 
 
-def _watch(child: subprocess.Popen, log: Path):
+def _watch(child: subprocess.Popen, log: _Log) -> Callable[[], None]:
     def check_alive() -> None:
         status = child.poll()
         if status is not None:
-            raise LaunchError(f"engine: exited with status {status}: {tail(log)}")
+            raise LaunchError(f"engine: exited with status {status}: {log.tail()}")
 
     return check_alive
 
 
-def tail(log: Path, lines: int = 3) -> str:
-    """The last lines of a log, as one."""
-    text = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " | ".join(text[-lines:]) or "it wrote nothing"
-
-
-def _announced(log: Path, check_alive, deadline: float) -> str:
+def _announced(log: _Log, check_alive: Callable[[], None], deadline: float) -> str:
     while True:
-        if found := READY_LINE.search(log.read_text(errors="replace")):
+        if found := READY_LINE.search(log.read()):
             return found.group(1)
         _wait(check_alive, deadline, log)
 
 
-def _ready(client: NativeClient, config: Config, nonce: str, check_alive, deadline: float) -> Server:
-    """The server's own description once it serves. An identity that differs is final, anything else may still come."""
+def _ready(
+    client: EngineClient, config: Config, nonce: str, policy: Policy, check_alive: Callable[[], None], deadline: float
+) -> Server:
+    """The server's own description, once it serves and has proven who it is."""
     while not client.healthy():
         _wait(check_alive, deadline, None)
     try:
         server = client.server()
-        check_adapter(config, server.snapshot, nonce)
-        probe(client, config)
+        check_adapter(config, server.snapshot, nonce, policy)
+        probe(client, config, policy)
     except EngineError as error:
         check_alive()
         raise LaunchError(f"engine: {error}") from None
@@ -148,8 +169,8 @@ def _ready(client: NativeClient, config: Config, nonce: str, check_alive, deadli
     return server
 
 
-def _wait(check_alive, deadline: float, log: Path | None) -> None:
+def _wait(check_alive: Callable[[], None], deadline: float, log: _Log | None) -> None:
     check_alive()
     if time.monotonic() > deadline:
-        raise LaunchError("engine: not ready in time (engine.ready_timeout_s)" + (f": {tail(log)}" if log else ""))
+        raise LaunchError("engine: not ready in time (engine.ready_timeout_s)" + (f": {log.tail()}" if log else ""))
     time.sleep(POLL_S)

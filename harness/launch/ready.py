@@ -13,31 +13,40 @@ PROBE_IDS = (1, 2, 3, 5, 7, 11)
 PROBE_TOKENS = 8
 
 
-def check_adapter(config: Config, snapshot: Snapshot, nonce: str | None = None) -> None:
-    """Raises EngineError("identity") unless the snapshot is an armed adapter of this engine (and this launch)."""
+def check_adapter(config: Config, snapshot: Snapshot, nonce: str | None = None, policy: Policy | None = None) -> None:
+    """Raises EngineError("identity") unless the snapshot is an armed adapter of this engine.
+
+    nonce, policy: of this launch; None for a server someone else started.
+    """
+    served = None if policy is None else policy.to_json()
     for name, expected, found in (
         ("specaccept.adapter", config.engine.name, snapshot.raw.get("adapter")),
         ("specaccept.armed", True, snapshot.raw.get("armed")),
-        *((("specaccept.nonce", nonce, snapshot.nonce),) if nonce is not None else ()),
+        ("specaccept.nonce", nonce, snapshot.nonce if nonce is not None else None),
+        ("specaccept.default_policy", served, snapshot.raw.get("default_policy") if served is not None else None),
     ):
         if expected != found:
             raise EngineError("identity", f"{name}: expected {expected!r}, found {found!r}")
 
 
-def probe(client: EngineClient, config: Config) -> None:
-    """Two greedy answers to the same ids. Raises EngineError."""
+def probe(client: EngineClient, config: Config, policy: Policy) -> None:
+    """Two greedy answers to the same ids. Raises EngineError.
+
+    policy: the server's default, asked for where the engine has no policy per request.
+    """
+    asked = Policy("strict") if config.engine.per_request_policy else policy
     answers = []
     for turn in range(2):
         request = Request(
             rid=f"probe-{turn}",
             input_ids=PROBE_IDS,
             max_new_tokens=PROBE_TOKENS,
-            policy=Policy("strict"),
+            policy=asked,
             deadline_s=config.engine.request_timeout_s,
         )
         answers.append(client.generate(request))
     first, second = (answer.output_ids for answer in answers)
     if first != second:
         raise EngineError("identity", f"probe: expected the same greedy ids twice, found {first} and {second}")
-    if answers[0].policy_key != "strict":
-        raise EngineError("identity", f"probe: asked for policy strict, answered under {answers[0].policy_key!r}")
+    if answers[0].policy_key != asked.key:
+        raise EngineError("identity", f"probe: asked for policy {asked.key}, answered under {answers[0].policy_key!r}")

@@ -30,6 +30,7 @@ class Bars:
             TextColumn("{task.fields[tps]}"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
+            refresh_per_second=4,
         )
         width = max(map(len, arms))
         self._tasks: dict[str, TaskID] = {

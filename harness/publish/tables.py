@@ -82,7 +82,7 @@ def published(results: Path) -> list[Published]:
 def key(record: Record) -> tuple[str, ...]:
     """What a row stands for: two runs of one key answer the same question."""
     config = record.identity.config
-    policy = record.arms[next(reversed(record.arms))].policy_key if record.arms else "none"
+    policies = sorted({arm.policy_key for arm in record.arms.values()})
     kind = (record.launch or {}).get("kind", config["launch"]["name"])
     return (
         record.task,
@@ -91,7 +91,7 @@ def key(record: Record) -> tuple[str, ...]:
         str(kind),
         config["traffic"]["name"],
         str(len(record.workload["items"])),
-        policy,
+        *policies,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from adapters.policy import GREEDY_RULES, Policy
@@ -54,6 +54,14 @@ def plan(config: Config) -> list[Plan]:
     if all(arm.policy != wanted.policy for arm in arms):
         arms.append(Plan(wanted.name, wanted.policy, config.policy_source, wanted.temperature))
     return arms
+
+
+def servers(config: Config, arms: Sequence[Plan]) -> list[list[Plan]]:
+    """The arms that share a server. One policy per server: one arm each, and the baseline again at the end, whose
+    change against itself is what the machine's drift alone makes of two servers."""
+    if config.engine.per_request_policy:
+        return [list(arms)]
+    return [[arm] for arm in (*arms, replace(arms[0], name=f"{arms[0].name}-again"))]
 
 
 def _fixed(name: str, temperature: float | None = None) -> Plan:

@@ -1,7 +1,8 @@
 """task=bench: arms interleaved item by item on one server, one request at a time; scored once the engine is down.
 
 The order of the arms rotates with the item, so that no arm always follows the same one, and a machine that slows down
-slows all of them. Counters are read before the first and after the last timed request.
+slows all of them. Counters are read before the first and after the last timed request. An engine with one policy per
+server gets a server per arm, one after another.
 """
 
 from __future__ import annotations
@@ -12,23 +13,22 @@ from harness.config import Config
 from harness.publish.console import Bars, report
 from harness.publish.tables import write
 from harness.tasks import STATUS
-from harness.tasks.arms import Plan, plan
+from harness.tasks.arms import Plan, plan, servers
 from harness.tasks.scoring import score_rows
 from harness.tasks.session import Session, session
 from harness.tasks.summary import judge, summarize
 
 
 def run(config: Config) -> int:
-    arms = plan(config)
-    with session(config, arms, {"concurrency": 1, "order": "arms rotate by item"}) as this:
-        with this.serving():
-            warm_up(this, arms)
-            before = this.snapshot().counters
-            measure(this, arms)
-            after = this.snapshot().counters
+    groups = servers(config, plan(config))
+    order = "arms rotate by item" if len(groups) == 1 else "one server per arm"
+    with session(config, [arm for arms in groups for arm in arms], {"concurrency": 1, "order": order}) as this:
+        for arms in groups:
+            with this.serving(arms):
+                warm_up(this, arms)
+                with this.counted(arms):
+                    measure(this, arms)
         record = this.run.record
-        for kept in record.arms.values():
-            kept.counters_before, kept.counters_after = before.get(kept.policy_key), after.get(kept.policy_key)
         score_rows(this.traffic, this.run.rows)
         record.summary = summarize(record, this.run.rows)
         record.gates, verdict = judge(record, this.run.rows)

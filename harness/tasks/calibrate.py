@@ -34,14 +34,10 @@ def run(config: Config) -> int:
         items = this.traffic.calibration[: config.task.items]
         this.run.record.arms["strict"].expected = len(items)
         this.run.record.workload["items"] = [item.id for item in items]
-        with this.serving():
-            before = this.snapshot().counters
-            rejections = [
-                entry for order, item in enumerate(items) for entry in _first_rejections(this, strict, item, order)
-            ]
-            after = this.snapshot().counters
-        arm = this.run.record.arms["strict"]
-        arm.counters_before, arm.counters_after = before.get("strict"), after.get("strict")
+        rejections: list[tuple[float, int, int]] = []
+        with this.serving([strict]), this.counted([strict]):
+            for order, item in enumerate(items):
+                rejections += _first_rejections(this, strict, item, order)
         found = frozen(rejections, config.task.quantile)
         this.run.record.summary = {"baseline": "strict", "arms": {}, "calibration": found}
         enough = found["policy"] is not None

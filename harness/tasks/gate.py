@@ -19,28 +19,23 @@ from harness.tasks.session import Session, session
 from harness.tasks.summary import judge, summarize
 from harness.traffic import Item
 
+CONTROL = "control"
+
 
 def run(config: Config) -> int:
-    arms, control = plan(config), _control(config)
-    if not arms[0].greedy:
+    compared = plan(config)[:2]
+    if not compared[0].greedy:
         raise TaskError(f"gate: compares greedy policies, found policy={config.policy.name} (sampled): use task=bench")
-    with session(config, [*arms[:2], control], _workload(config)) as this:
+    arms = [*compared, _control(config)]
+    groups = [arms] if config.engine.per_request_policy else [[arm] for arm in arms]
+    with session(config, arms, _workload(config)) as this:
         record, items = this.run.record, this.traffic.items
-        checked = items[: config.task.control]
-        record.arms["control"].expected = len(checked)
-        chunk = config.task.chunk if config.engine.list_requests else 1
-        with this.serving():
-            before = this.snapshot().counters
-            with Bars([arm.name for arm in arms[:2]], len(items)) as bars:
-                for first in range(0, len(items), chunk):
-                    for arm in arms[:2]:
-                        _collect(this, arm, items[first : first + chunk], first, bars)
-            with Bars(["control"], len(checked)) as bars:
-                for first in range(0, len(checked), chunk):
-                    _collect(this, control, checked[first : first + chunk], first, bars)
-            after = this.snapshot().counters
-        for kept in record.arms.values():
-            kept.counters_before, kept.counters_after = before.get(kept.policy_key), after.get(kept.policy_key)
+        some = items[: config.task.control]
+        record.arms[CONTROL].expected = len(some)
+        for group in groups:
+            with this.serving(group), this.counted(group):
+                _ask(this, [arm for arm in group if arm.name != CONTROL], items)
+                _ask(this, [arm for arm in group if arm.name == CONTROL], some)
         record.summary = summarize(record, this.run.rows)
         record.gates, verdict = judge(record, this.run.rows)
         this.run.finish("complete", verdict)
@@ -63,15 +58,20 @@ def _control(config: Config) -> Plan:
     if wanted.policy.is_strict:
         config = replace(config, policy=member("policy", "asd"))
         settle_policy(config)
-        wanted = Plan("control", config.policy.policy, config.policy_source, 0.0)
-    return replace(wanted, name="control")
+        wanted = Plan(CONTROL, config.policy.policy, config.policy_source, 0.0)
+    return replace(wanted, name=CONTROL)
 
 
-def _collect(this: Session, arm: Plan, items: Sequence[Item], first: int, bars: Bars) -> None:
-    if len(items) == 1:
-        rows = [this.ask(arm, items[0], first)]
-    else:
-        rows = this.ask_many(arm, items, first)
-    for row in rows:
-        this.run.append(row)
-    bars.add_all(rows)
+def _ask(this: Session, arms: Sequence[Plan], items: Sequence[Item]) -> None:
+    """Every item of every arm, in lists where the engine takes them; the arms alternate list by list."""
+    if not arms:
+        return
+    chunk = this.config.task.chunk if this.config.engine.list_requests else 1
+    with Bars([arm.name for arm in arms], len(items)) as bars:
+        for first in range(0, len(items), chunk):
+            part = items[first : first + chunk]
+            for arm in arms:
+                rows = this.ask_many(arm, part, first) if chunk > 1 else [this.ask(arm, part[0], first)]
+                for row in rows:
+                    this.run.append(row)
+                bars.add_all(rows)

@@ -52,15 +52,26 @@ class Session:
         return self._engine
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
-        """The engine, up, proven and recorded; down again afterwards, so that scoring never runs beside it."""
-        print(f"specaccept: {self.config.model.name} on {self.config.engine.name}: starting", file=sys.stderr)
-        with launch(self.config, self.run.log) as engine:
-            _observe(self.config, self.run, engine)
+    def serving(self, arms: Sequence[Plan]) -> Iterator[None]:
+        """An engine for these arms: up, proven and recorded; down again before anything is scored."""
+        policy = arms[0].policy
+        alone = "" if self.config.engine.per_request_policy else f" with {policy.key}"
+        print(f"specaccept: {self.config.model.name} on {self.config.engine.name}{alone}: starting", file=sys.stderr)
+        with launch(self.config, self.run.log, policy) as engine:
+            _observe(self.run, engine)
             self._engine = engine
-            self.origin_s = time.monotonic()
             yield
         self._engine = None
+
+    @contextmanager
+    def counted(self, arms: Sequence[Plan]) -> Iterator[None]:
+        """The timed window of these arms: the counters before and after it go into the record."""
+        before = self.snapshot().counters
+        yield
+        after = self.snapshot().counters
+        for arm in arms:
+            kept = self.run.record.arms[arm.name]
+            kept.counters_before, kept.counters_after = before.get(kept.policy_key), after.get(kept.policy_key)
 
     def prompt(self, item: Item) -> list[int]:
         if item.id not in self.prompts:
@@ -195,12 +206,14 @@ def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> I
         raise
 
 
-def _observe(config: Config, run: Run, engine: RunningEngine) -> None:
+def _observe(run: Run, engine: RunningEngine) -> None:
     server, snapshot = engine.server, engine.server.snapshot
     if engine.nonce is not None and snapshot.raw.get("files") != (own := file_hashes()):
         theirs = snapshot.raw.get("files") or {}
         name = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))[0]
         raise LaunchError(f"engine: identity: adapter file {name} differs from this checkout's")
+    if run.record.launch is not None:
+        return  # a further server of the same run
     run.record.launch = engine.how | {"attached": engine.nonce is None}
     run.record.server = {
         "version": server.version,

@@ -61,7 +61,7 @@ class Fake:
     def __init__(self, model: str, draft: str, fault: str = "none", after: int = 0) -> None:
         assert fault in FAULTS, fault
         self.model, self.draft, self.wanted, self.after = model, draft, fault, after
-        self.telemetry = Telemetry("reference", "fake", "1")
+        self.telemetry = Telemetry("reference", "fake", "1", Policy.from_environment())
         self.telemetry.armed = True
         self.count = 0
         self.ticks = os.open(os.environ["FAKE_TICKS"], os.O_WRONLY) if "FAKE_TICKS" in os.environ else None

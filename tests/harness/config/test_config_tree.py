@@ -114,6 +114,14 @@ def test_a_model_may_name_its_own_policy():
     assert config.policy_source == "model tiny-qwen3"
 
 
+def test_how_many_items():
+    assert load().traffic.limit == 48
+    assert load(["task=gate"]).traffic.limit == 200
+    assert load(["task=gate", "limit=7"]).traffic.limit == 7
+    assert load(["task=gate", "traffic=gsm8k"]).traffic.limit is None
+    assert load(["traffic=gsm8k", "limit=20"]).traffic.limit == 20
+
+
 def test_infinity_is_null_in_the_record():
     config = load(["policy=asd-b0"])
     assert math.isinf(config.policy.gate)

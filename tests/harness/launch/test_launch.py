@@ -6,10 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from adapters.policy import Policy
 from harness.config import load
 from harness.launch import LaunchError, capability, launch, preflight
 from harness.launch.capability import Gpu, missing, require, unsupported
 from harness.launch.command import command, printable
+
+STRICT = Policy("strict")
 
 
 @pytest.fixture
@@ -20,7 +23,7 @@ def fake(overrides, monkeypatch, tmp_path):
     @contextmanager
     def start(fault="none", *more):
         monkeypatch.setenv("FAKE_FAULT", fault)
-        with launch(load([*overrides, *more]), tmp_path / "engine.log") as engine:
+        with launch(load([*overrides, *more]), tmp_path / "engine.log", STRICT) as engine:
             yield engine
 
     return start
@@ -71,19 +74,32 @@ def test_the_whole_group_is_stopped(fake, ticks, fault):
 
 def test_attach_takes_the_server_as_it_is(overrides, server, tmp_path):
     url = server()
-    with launch(load([*overrides, "launch=attach", f"url={url}"]), tmp_path / "log") as engine:
+    with launch(load([*overrides, "launch=attach", f"url={url}"]), tmp_path / "log", STRICT) as engine:
         assert engine.nonce is None
         assert engine.how["kind"] == "attach"
     assert engine.client.url == url
-    with launch(load([*overrides, "launch=attach", f"url={url}/"]), tmp_path / "log") as engine:
+    with launch(load([*overrides, "launch=attach", f"url={url}/"]), tmp_path / "log", STRICT) as engine:
         assert engine.server.version == "1"  # still there: attach never stops a server
 
 
 def test_attach_refuses_another_engine(overrides, server, tmp_path):
     config = load([*overrides, "engine=sglang", "launch=attach", f"url={server()}"])
     refused = pytest.raises(LaunchError, match=r"specaccept\.adapter: expected 'sglang', found 'reference'")
-    with refused, launch(config, tmp_path / "log"):
+    with refused, launch(config, tmp_path / "log", STRICT):
         pytest.fail("the server was accepted")
+
+
+def test_attach_refuses_another_model(overrides, server, tmp_path):
+    config = load([*overrides, "launch=attach", f"url={server('model')}"])
+    refused = pytest.raises(LaunchError, match=r"model: expected '.*target', found 'another'")
+    with refused, launch(config, tmp_path / "log", STRICT):
+        pytest.fail("the server was accepted")
+
+
+def test_attach_needs_a_policy_per_request(overrides):
+    config = load([*overrides, "launch=attach", "url=http://127.0.0.1:1", "engine.per_request_policy=false"])
+    with pytest.raises(LaunchError, match="nothing to compare it with"):
+        preflight(config)
 
 
 def test_docker_is_refused_in_one_line(overrides):
@@ -104,6 +120,8 @@ def test_commands_of_the_engines():
     assert own[1:3] == ["-m", "harness.engines.reference"]
     assert own[own.index("--threads") + 1] == "2"
     assert "--device" not in own
+    line = printable(command(load(["model=qwen3-8b", "engine=lightllm"]), 1))
+    assert line.startswith("python -m adapters.lightllm serve --model_dir Qwen/Qwen3-8B ")
     assert "--mtp_step 7" in printable(command(load(["model=qwen3-8b", "engine=lightllm"]), 1))
 
 

@@ -140,6 +140,17 @@ def test_a_request_past_its_deadline_is_an_error(harness, tmp_path):
     assert {row.error for row in only(tmp_path).rows} == {None, "timeout"}
 
 
+def test_one_policy_per_server_means_a_server_per_arm_and_the_baseline_twice(harness, tmp_path):
+    status, _, err = harness("engine.per_request_policy=false", "limit=3")
+    run = only(tmp_path)
+    assert status == 0, err
+    assert run.problems == []
+    assert list(run.record.arms) == ["strict", "asd-b0", "asd", "strict-again"]
+    assert [row.arm for row in run.rows] == [arm for arm in run.record.arms for _ in range(3)]
+    assert (run.folder / "engine.log").read_text().count("ready on") == 4
+    assert run.record.summary["arms"]["strict-again"]["change"]["outputs_changed"] == 0
+
+
 def test_attach_measures_a_server_and_leaves_it(harness, server, tmp_path):
     url = server()
     for _ in range(2):

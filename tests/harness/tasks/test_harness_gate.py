@@ -86,3 +86,10 @@ def test_lists_that_fail_one_after_another_end_the_run(harness, tmp_path):
     (run,) = read_all(tmp_path / "results")
     assert run.record.status == "failed"
     assert len(run.rows) == 10
+
+
+def test_one_policy_per_server_means_a_server_per_arm(harness, tmp_path):
+    status, _, err = harness("task=gate", "engine.per_request_policy=false")
+    assert status == 0, err
+    (run,) = read_all(tmp_path / "results")
+    assert (run.folder / "engine.log").read_text().count("ready on") == 3
