@@ -110,7 +110,7 @@ class Log:
 
 
 class Muon:
-    """Momentum, then the nearest orthogonal matrix (Newton-Schulz), for the 2-D weights of the layers, grouped by shape."""
+    """Momentum, then the nearest orthogonal matrix (Newton-Schulz): for the layers' matrices, grouped by shape."""
 
     def __init__(self, params: list[nn.Parameter], rate: float, weight_decay: float) -> None:
         shapes = sorted({tuple(p.shape) for p in params})
@@ -244,7 +244,8 @@ def train_target(plan: Plan, pool: Any, device: torch.device, log: Log) -> Targe
     spent = log.seconds() - begin
     log.put("target", {
         "parameters": sum(p.numel() for p in target.parameters()), "steps": step + 1, "of": plan.steps,
-        "problems_prepared": rows.problems, "rows_prepared": rows.filled, "tokens": (step + 1) * plan.rows * data.LENGTH,
+        "problems_prepared": rows.problems, "rows_prepared": rows.filled,
+        "tokens": (step + 1) * plan.rows * data.LENGTH,
         "tokens_per_second": round(max(0, step - 20) * plan.rows * data.LENGTH / max(spent, 1e-9)),
     })  # fmt: skip
     return target
@@ -374,7 +375,8 @@ def train_draft(target: Target, found: list[Answer], plan: Plan, out: Path, log:
         hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=plan.draft_layers,
         num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim,
         vocab_size=c.vocab_size, rms_norm_eps=c.rms_norm_eps, rope_theta=c.rope_theta, block_size=BLOCK,
-        mask_token_id=data.tokenizer().token_to_id("<|mask|>"), target_layer_ids=LAYERS_SEEN, num_target_layers=c.num_hidden_layers,
+        mask_token_id=data.tokenizer().token_to_id("<|mask|>"), target_layer_ids=LAYERS_SEEN,
+        num_target_layers=c.num_hidden_layers,
         markov_rank=plan.markov_rank, max_position_embeddings=c.max_position_embeddings,
     )  # fmt: skip
     draft = DSparkDraft(config).to(device).attach(target.requires_grad_(False))
@@ -413,11 +415,14 @@ def train_draft(target: Target, found: list[Answer], plan: Plan, out: Path, log:
 
 # ---- what the exported pair does
 
-_ALLOWED = "abs all any bool dict divmod enumerate filter float int isinstance len list map max min ord pow print range repr reversed round set sorted str sum tuple zip"  # fmt: skip
+_ALLOWED = (
+    "abs all any bool dict divmod enumerate filter float int isinstance len list map max min ord pow print range repr "
+    "reversed round set sorted str sum tuple zip"
+)
 
 
 def passes(job: tuple[int, str]) -> bool:
-    """Whether the function in an answer passes its task's tests. Run in a worker: few builtins, limits on time and memory."""
+    """Whether the function in an answer passes its task's tests. In a worker: few builtins, limited time, memory."""
     seed, text = job
     fence = re.search(r"```python\n(.*?)\n?```", text.split("</think>")[-1], re.S)
     if fence is None:
@@ -451,7 +456,7 @@ def right(found: list[Answer], pool: Any) -> list[bool]:
 
 @torch.no_grad()
 def speculate(target: Target, draft: DSparkDraft, found: list[Answer], batch: int = 24) -> dict[str, Any]:
-    """What strict verification would do on greedy answers: accept lengths of every block, regret at every first rejection.
+    """What strict verification does on greedy answers: accept length of every block, regret at every first rejection.
 
     A greedy answer is its own continuation, so the blocks at all its anchors are proposed at once, and a teacher-forced
     Markov head proposes what a free one would up to and with the first rejected draft.
@@ -516,8 +521,8 @@ def describe(spoken: dict[str, Any]) -> dict[str, Any]:
 
 
 def calibrate(target: Target, draft: DSparkDraft, plan: Plan, stop: int) -> dict[str, Any]:
-    """q25 as published: at strict first rejections of calibration prompts, the ratio of regret and normalised suffix value
-    (K - i) / K; its linearly interpolated 25 % quantile over the positive ones is both budget and gate, with one mismatch."""
+    """q25 as published: at strict first rejections on calibration prompts, the ratio of regret and normalised suffix
+    value (K - i) / K; the 25 % quantile (linear interpolation) of the positive ones is budget and gate, m = 1."""
     ratios, items, half = [], {}, plan.calibration_items // 2
     for task in ("math", "code"):
         seeds = range((first := data.MODULES[task].split("calibration").start), first + half)
@@ -534,7 +539,7 @@ def calibrate(target: Target, draft: DSparkDraft, plan: Plan, stop: int) -> dict
     value = round(float(np.quantile(positive, 0.25)), 4) if positive else 0.0
     return {
         "policy": {"rule": "asd", "budget": value, "gate": value, "max_mismatches": 1, "suffix_value": "normalized"},
-        "protocol": "25 % quantile (linear interpolation) of positive ratios regret / ((K - i) / K) at strict first rejections",
+        "protocol": "25 % quantile (linear interpolation) of positive regret / ((K - i) / K) at strict first rejections",
         "items": items, "rows": len(ratios), "positive": len(positive), "ratio": quantiles(positive),
     }  # fmt: skip
 
@@ -561,7 +566,8 @@ def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log) -
         good = right(made, pool)
         ended = [a.output[-1] == stop for a in made]
         result: dict[str, Any] = {
-            "items": len(made), "right": sum(good), "accuracy": round(sum(good) / len(good), 4), "cut": len(ended) - sum(ended),
+            "items": len(made), "right": sum(good), "accuracy": round(sum(good) / len(good), 4),
+            "cut": len(ended) - sum(ended),
             "output_tokens": round(sum(len(a.output) for a in made) / len(made), 1),
         }  # fmt: skip
         if draft is not None:
