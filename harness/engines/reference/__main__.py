@@ -20,6 +20,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-total-tokens", type=int, help="longest prompt + output of one request")
     parser.add_argument("--threads", type=int, help="CPU threads of one operation (default: torch's own)")
     parser.add_argument("--seed", type=int, default=0, help="of sampled requests without a sampling_seed")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="CPU, float32: one thread and padded attention, so that a request's numbers do not depend on its company",
+    )
     args = parser.parse_args(arguments)
     try:
         default = Policy.from_environment()
@@ -31,8 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     except PolicyError as error:
         print(f"reference engine: SPECACCEPT_POLICY: {error}", file=sys.stderr)
         return 1
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    if args.deterministic and args.threads not in (None, 1):
+        print(f"reference engine: threads: expected 1 with --deterministic, found {args.threads}", file=sys.stderr)
+        return 1
+    if args.deterministic or args.threads is not None:
+        torch.set_num_threads(args.threads or 1)
     options = Options(
         args.model_path,
         args.draft_path,
@@ -41,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.max_running_requests,
         args.max_total_tokens,
         args.seed,
+        args.deterministic,
     )
     try:
         engine, tokenizer = load(options, default)

@@ -340,7 +340,7 @@ class Draws:
 
     def __init__(self, engine: Engine, rows: list[int]) -> None:
         self.rows, self.requests = rows, [engine.running[i] for i in rows]
-        size = engine.target.head.shape[0]
+        size = engine.target.vocabulary
         k = engine.drafts
         self.noise = torch.stack([engine._noise(r, k + 1, size) for r in self.requests])
         eta = [torch.rand(k, device=engine.device, generator=r.generator) for r in self.requests]

@@ -18,6 +18,7 @@ from harness.engines.reference.proposer import Proposer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NAME = "specaccept-reference"
+SPAN = 512  # keys that CPU attention takes at a time
 
 
 class LoadError(ValueError):
@@ -26,7 +27,8 @@ class LoadError(ValueError):
 
 @dataclass(frozen=True)
 class Options:
-    """limit: longest prompt + output of one request; None: the target's max_position_embeddings, at most 4096."""
+    """limit: longest prompt + output of one request; None: the target's max_position_embeddings, at most 4096.
+    deterministic: a request's arithmetic does not depend on its company (README, Determinism)."""
 
     target: str
     draft: str
@@ -35,6 +37,7 @@ class Options:
     slots: int = 16
     limit: int | None = None
     seed: int = 0
+    deterministic: bool = False
 
 
 def _folder(name: str, path: str) -> Path:
@@ -111,8 +114,9 @@ def build(model: Any, draft: DSparkDraft, options: Options, default_policy: Poli
     limit = check_limits(model.config, options)
     room = limit + draft.config.block_size + 1  # the last block may reach past the limit
     with torch.inference_mode():
-        target = Target(model, draft.config.target_layer_ids, options.slots, room)
-        proposer = Proposer(draft, options.slots, room)
+        quantum = SPAN if options.deterministic else 1
+        target = Target(model, draft.config.target_layer_ids, options.slots, room, quantum)
+        proposer = Proposer(draft, target.head, options.slots, room, quantum)
     telemetry = Telemetry("reference", NAME, __version__, default_policy)
     telemetry.armed = True
     return Engine(target, proposer, telemetry, options.slots, limit, eos_ids(model), options.seed)
@@ -122,6 +126,9 @@ def load(options: Options, default_policy: Policy | None = None) -> tuple[Engine
     """-> the engine and the target's tokenizer (None where its folder has none)."""
     if options.dtype not in DTYPES:
         raise LoadError(f"dtype: expected {' or '.join(DTYPES)}, found {options.dtype!r}")
+    if options.deterministic and (options.device, options.dtype) != ("cpu", "float32"):
+        found = f"{options.device}, {options.dtype}"
+        raise LoadError(f"deterministic: expected device cpu and dtype float32, found {found}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise LoadError("device: expected a CUDA device, found none (torch.cuda.is_available() is false)")
     dtype = DTYPES[options.dtype]

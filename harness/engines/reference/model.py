@@ -25,6 +25,11 @@ def argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
 
+def columns(matrix: Tensor) -> Tensor:
+    """matrix [out, in] -> [in, out]. A CPU multiplies few rows much faster by a contiguous one."""
+    return matrix.t() if matrix.is_cuda else matrix.t().contiguous()
+
+
 class Norm:
     """RMSNorm. fold: leave the weight to the matrix behind it, which gets it from `folded`."""
 
@@ -33,11 +38,11 @@ class Norm:
         self.floor = torch.tensor((eps * weight.numel()) ** 0.5, device=weight.device)
 
     def folded(self, matrix: Tensor) -> Tensor:
-        """matrix [out, H] -> what to multiply a normalised row with, [H, out] (a view)."""
+        """matrix [out, H] -> what to multiply a normalised row with, [H, out]."""
         if not self.fold:
-            return matrix.t()
+            return columns(matrix)
         scale = self.weight.double() * self.weight.numel() ** 0.5
-        return (matrix.double() * scale).to(matrix.dtype).t()
+        return columns((matrix.double() * scale).to(matrix.dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.fold:
@@ -112,10 +117,10 @@ def fuse(layer: Any, head_dim: int, eps: float) -> Layer:
         torch.cat(
             [q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1) * head_dim**0.5]
         ),  # sqrt(d) * d^-1/2 = 1 for q
-        attention.o_proj.weight.detach().t(),
+        columns(attention.o_proj.weight.detach()),
         mlp_norm,
         mlp_norm.folded(torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])),
-        mlp.down_proj.weight.detach().t(),
+        columns(mlp.down_proj.weight.detach()),
     )
 
 
@@ -132,7 +137,9 @@ class Stack:
         self.device, self.dtype = weight.device, weight.dtype
         self.floor = torch.tensor((eps * head_dim) ** 0.5, device=self.device)
 
-    def allocate(self, slots: int, positions: int) -> Stack:
+    def allocate(self, slots: int, positions: int, quantum: int = 1) -> Stack:
+        """quantum: attention spans are rounded up to a multiple of it (README, Determinism)."""
+        self.quantum, positions = quantum, -(-positions // quantum) * quantum
         shape = (len(self.layers), slots, self.kv_heads, positions, self.head_dim)
         self.k, self.v = (torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in range(2))
         self.flat = [
@@ -152,7 +159,8 @@ class Stack:
         """positions [n, R] of the next R tokens of slots 0..n-1; width: last position of any + 1."""
         count, rows = positions.shape
         mask = None
-        if causal or count > 1:  # one slot alone: `width` ends where its block does
+        width = -(-width // self.quantum) * self.quantum
+        if causal or count > 1 or self.quantum > 1:  # else `width` ends where the only block does
             last = positions if causal else positions[:, -1:]
             hidden = self.keys[:width] > last[..., None]
             mask = torch.zeros(hidden.shape, device=self.device, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
@@ -204,7 +212,7 @@ class Stack:
 class Target:
     """A Qwen3ForCausalLM of transformers as a Stack, with embedding and lm_head, and what the draft reads of it."""
 
-    def __init__(self, model: Any, capture: Sequence[int], slots: int, positions: int) -> None:
+    def __init__(self, model: Any, capture: Sequence[int], slots: int, positions: int, quantum: int = 1) -> None:
         """capture: layers whose outputs the draft takes as context; positions: KV entries of one slot."""
         c = model.config
         rotary = model.model.rotary_emb
@@ -212,15 +220,16 @@ class Target:
         rope = rope_pairs(rotary.inv_freq.float(), rotary.attention_scaling, positions)
         self.stack = Stack(
             model.model.layers, c.num_attention_heads, c.num_key_value_heads, head_dim, c.rms_norm_eps, rope
-        ).allocate(slots, positions)
+        ).allocate(slots, positions, quantum)
         self.capture = tuple(capture)
         self.embedding = model.get_input_embeddings().weight.detach()
-        self.head = model.get_output_embeddings().weight.detach()
+        self.head = columns(model.get_output_embeddings().weight.detach())  # [H, V]
+        self.vocabulary = self.head.shape[1]
         self.norm = Norm(model.model.norm.weight.detach(), c.rms_norm_eps, fold=False)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [N, H] after the last layer -> [N, V] float32."""
-        return torch.mm(self.norm(x), self.head.t()).float()
+        return torch.mm(self.norm(x), self.head).float()
 
     def verify(self, tokens: Tensor, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """tokens, positions [n, R] -> logits [n, R, V] float32 and the draft's context [n * R, L * H]."""
@@ -235,4 +244,6 @@ class Target:
         rows = self.stack.prefill_rows(slots, lengths)
         x, captured = self.stack(F.embedding(tokens, self.embedding), rows, self.capture)
         last = torch.tensor(lengths, device=self.stack.device).cumsum(0) - 1
-        return self.logits(x[last]), torch.cat(captured, -1)
+        # A CPU multiplies fewer than four rows by other code, with other rounding, than more.
+        last = F.pad(last, (0, max(0, 8 - len(lengths))))
+        return self.logits(x[last])[: len(lengths)], torch.cat(captured, -1)

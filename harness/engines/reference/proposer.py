@@ -13,6 +13,7 @@ from harness.engines.reference.model import (
     Norm,
     Stack,
     argmax,
+    columns,
     head_norm,
     rope_pairs,
     rotate_pairs,
@@ -30,10 +31,11 @@ def greedy(_: int, logits: Tensor) -> Tensor:
 
 
 class Proposer:
-    def __init__(self, draft: DSparkDraft, slots: int, positions: int) -> None:
+    def __init__(self, draft: DSparkDraft, head: Tensor, slots: int, positions: int, quantum: int = 1) -> None:
+        """head: the target's lm_head as it multiplies, [H, V]."""
         c = draft.config
         self.block_size = c.block_size
-        self.embedding, self.head = draft.borrowed
+        self.embedding, self.head = draft.borrowed[0], head
         device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
         inverse = 1.0 / c.rope_theta ** (
             torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=device) / c.head_dim
@@ -41,9 +43,9 @@ class Proposer:
         rope = rope_pairs(inverse, 1.0, positions)
         self.stack = Stack(
             draft.layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rms_norm_eps, rope
-        ).allocate(slots, positions)
+        ).allocate(slots, positions, quantum)
         self.norm = Norm(draft.norm.weight.detach(), c.rms_norm_eps, fold=False)
-        self.fc = draft.fc.weight.detach().t()
+        self.fc = columns(draft.fc.weight.detach())
         self.markov = draft.markov_head
         self.table = None
         if self.markov.kind == "vanilla" and c.vocab_size**2 <= TABLE_ENTRIES:
@@ -57,7 +59,7 @@ class Proposer:
         self.context_norm = Norm(draft.hidden_norm.weight.detach(), c.rms_norm_eps, fold=dtype == torch.float32)
         self.context_kv = self.context_norm.folded(torch.cat([keys, values]))
         self.k_weight = torch.stack([layer.qk_weight[self.stack.heads :] for layer in self.stack.layers]).flatten(0, 1)
-        layer_size = slots * c.num_key_value_heads * positions
+        layer_size = self.stack.k[0].numel() // c.head_dim
         self.layer_base = torch.arange(len(attentions), device=device)[:, None] * layer_size
 
     def commit(self, context: Tensor, rope: Tensor, write: Tensor) -> None:
@@ -88,7 +90,7 @@ class Proposer:
         rows = self.stack.decode_rows(positions, width, causal=False)
         x, _ = self.stack(F.embedding(tokens.view(-1), self.embedding), rows)
         hidden = self.norm(x)
-        base = torch.mm(hidden, self.head.t()).float().view(n, k, -1)
+        base = torch.mm(hidden, self.head).float().view(n, k, -1)
         hidden = hidden.view(n, k, -1)
         previous, state, drafts = anchors, None, []
         for i in range(k):

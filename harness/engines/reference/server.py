@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -33,7 +34,7 @@ def parse(body: Any, engine: Engine) -> tuple[list[Request], bool, bool]:
     unknown = sorted(key for key in body.keys() - FIELDS if body[key] is not None)
     if unknown:
         raise RequestError(f"{unknown[0]}: this engine does not have it; it has {', '.join(sorted(FIELDS))}")
-    vocabulary = engine.target.head.shape[0]
+    vocabulary = engine.target.vocabulary
     ids = body.get("input_ids")
     many = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     prompts: list[Any] = ids if isinstance(ids, list) and many else [ids]
@@ -200,6 +201,8 @@ class Service:
                 "max_running_requests": engine.slots,
                 "max_total_tokens": engine.limit,
                 "random_seed": engine.seed,
+                "deterministic": options.deterministic,
+                "threads": torch.get_num_threads(),
                 "specaccept": engine.telemetry.snapshot(),
             }
         )

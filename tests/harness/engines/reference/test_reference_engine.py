@@ -140,6 +140,18 @@ def test_slots_are_reused_and_moved_without_a_trace(target):
     assert engine.running == []
 
 
+def test_deterministic_arithmetic_does_not_depend_on_company(target):
+    """Regrets, bit for bit, alone and in a batch. Prompts of at least eight ids: see the README."""
+    ids = [p + list(range(3, 11)) for p in prompts(6, seed=12)]
+    alone, batch = (
+        build(target, tuned(make_draft(target), target), Options("t", "d", slots=n, limit=200, deterministic=True))
+        for n in (1, 4)
+    )
+    a, b = ([ask(p, 60, ASD, first_rejections=True) for p in ids] for _ in range(2))
+    alone.generate(a), batch.generate(b)
+    assert [(r.output, r.rejections, r.spent) for r in a] == [(r.output, r.rejections, r.spent) for r in b]
+
+
 # ---- ASD
 
 

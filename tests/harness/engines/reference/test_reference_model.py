@@ -64,7 +64,7 @@ def test_bfloat16_stays_near_transformers(target):
 @torch.inference_mode()
 def test_proposer_equals_the_draft_module(target, kind):
     draft = make_draft(target, kind=kind)
-    ours = Proposer(draft, slots=3, positions=64)
+    ours = Proposer(draft, draft.borrowed[1].t(), slots=3, positions=64)
     lengths = [len(ids) - 8 for ids in IDS]
     contexts = [hidden_and_logits(target, ids)[0] for ids in IDS]
     ours.commit_prompts(torch.cat([c[:n] for c, n in zip(contexts, lengths, strict=True)]), [0, 1, 2], lengths)
@@ -98,7 +98,7 @@ def test_one_slot_alone_proposes_as_it_does_in_a_batch(target):
     context, _ = hidden_and_logits(target, IDS[0])
     results = []
     for slots in (1, 3):
-        ours = Proposer(draft, slots=slots, positions=64)
+        ours = Proposer(draft, draft.borrowed[1].t(), slots=slots, positions=64)
         ours.commit_prompts(context.repeat(slots, 1), list(range(slots)), [len(IDS[0])] * slots)
         positions = torch.full((slots, 1), len(IDS[0])) + torch.arange(7)
         results.append(ours.propose(torch.full((slots,), 11), positions, len(IDS[0]) + 7, greedy))
@@ -114,7 +114,7 @@ def test_markov_without_table_equals_table(target, monkeypatch):
     for entries in (1 << 24, 0):
         monkeypatch.setattr(module, "TABLE_ENTRIES", entries)
         with torch.inference_mode():
-            ours = Proposer(draft, slots=1, positions=64)
+            ours = Proposer(draft, draft.borrowed[1].t(), slots=1, positions=64)
             assert (ours.table is None) == (entries == 0)
             ours.commit_prompts(context, [0], [len(IDS[0])])
             positions = len(IDS[0]) + torch.arange(7)[None]
