@@ -539,7 +539,7 @@ def calibrate(target: Target, draft: DSparkDraft, plan: Plan, stop: int) -> dict
     value = round(float(np.quantile(positive, 0.25)), 4) if positive else 0.0
     return {
         "policy": {"rule": "asd", "budget": value, "gate": value, "max_mismatches": 1, "suffix_value": "normalized"},
-        "protocol": "25 % quantile (linear interpolation) of positive regret / ((K - i) / K) at strict first rejections",
+        "protocol": "25 % quantile (linear) of the positive regret / ((K - i) / K) at strict first rejections",
         "items": items, "rows": len(ratios), "positive": len(positive), "ratio": quantiles(positive),
     }  # fmt: skip
 
