@@ -64,7 +64,10 @@ COLUMNS = (
     "truncated",
     "identity gate",
 )
-FOOTNOTE = "* output tokens per verify step, bonus token included. Intervals are 95 %, paired by item."
+FOOTNOTE = (
+    "TPS: ids the engine returned over the wall time of the arm's own requests, one at a time. "
+    "* output tokens per verify step, bonus token included. Intervals are 95 %, paired by item."
+)
 
 
 def arm_cells(record: Record, arm: str) -> list[str]:

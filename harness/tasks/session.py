@@ -106,7 +106,8 @@ class Session:
         """One list request. wall_s of each row is that of the list: rows of a list have no time of their own."""
         started = time.monotonic()
         requests = [self.request(arm, item) for item in items]
-        rows = [self.blank(arm, *pair, started) for pair in _zip(items, first, requests)]
+        pairs = enumerate(zip(items, requests, strict=True), first)
+        rows = [self.blank(arm, item, order, request, started) for order, (item, request) in pairs]
         try:
             answers = self.engine.client.generate_many(requests)
         except EngineError as error:
@@ -165,11 +166,6 @@ class Session:
             changed = sorted(name for name in expected if found.identity.get(name) != expected[name])
             raise EngineError("identity", f"the adapter changed under the run: {', '.join(changed) or 'other fields'}")
         return found
-
-
-def _zip(items: Sequence[Item], first: int, requests: Sequence[Request]) -> Iterator[tuple[Item, int, Request]]:
-    for offset, (item, request) in enumerate(zip(items, requests, strict=True)):
-        yield item, first + offset, request
 
 
 def sampling_seed(seed: int, item: str) -> int:

@@ -151,14 +151,13 @@ def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]
     """Gates and verdict of a bench or gate, from the rows and the counters."""
     arms = by_arm(record, rows)
     problems = [problem for name, arm in record.arms.items() for problem in prove(name, arm, arms[name])]
-    gates: dict[str, Any] = {}
+    gates: dict[str, Any] = {"armed": not problems}
     if {"strict", "asd-b0"} <= set(arms):
         gates["identity"] = identity(arms["strict"], arms["asd-b0"], record.arms["strict"].expected)
         problems += identity_problems("asd-b0", gates["identity"])
     if "control" in arms:
         gates["control"] = _control(record, arms)
         problems += _control_problems(gates["control"])
-    gates["armed"] = not any(problem.outcome == "fail" for problem in problems)
     return gates, decide(problems)
 
 
