@@ -288,8 +288,10 @@ def load(overrides: Sequence[str] = ()) -> Config:
 
 
 def _verbatim(text: str) -> str:
-    """`data=/a b/c=d` as a quoted Hydra value."""
+    """`data=/a b/c=d` as a quoted Hydra value; `task=tables_check` as the name it stands for."""
     key, sign, value = text.partition("=")
+    if key == "task":
+        return f"task={value.replace('_', '-')}" if sign else text
     if sign and key in VERBATIM and value not in ("", "null") and value[0] not in "'\"":
         escaped = value.replace("\\", "\\\\") if value.endswith("\\") else value
         return f"{key}='" + escaped.replace("'", "\\'") + "'"

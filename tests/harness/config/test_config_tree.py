@@ -114,6 +114,11 @@ def test_a_model_may_name_its_own_policy():
     assert config.policy_source == "model tiny-qwen3"
 
 
+@pytest.mark.parametrize("name", choices("task"))
+def test_a_make_target_names_its_task(name):
+    assert load([f"task={name.replace('-', '_')}"]).task.name == name
+
+
 def test_how_many_items():
     assert load().traffic.limit == 48
     assert load(["task=gate"]).traffic.limit == 200
