@@ -119,7 +119,7 @@ def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, byt
     benches = [record for record in records if record.task == "bench"]
     files = {f"{PLOTS}/{record.id}.svg": _plot(record) for record in benches}
     environment = Environment(
-        loader=PackageLoader("harness.publish"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("harness", "publish"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     by_kind = published(results)
     text = environment.get_template("README.md.j2").render(
