@@ -31,17 +31,6 @@ class Detail:
     histogram: list[int] = field(default_factory=list)
 
 
-SUMMED = (
-    "blocks",
-    "drafts_verified",
-    "strict_accepted",
-    "relaxed",
-    "regret_charged",
-    "budget_exhausted",
-    "committed_tokens",
-)
-
-
 @dataclass
 class Marks:
     """What the adapter keeps on an engine request (InferReq), which lives as long as the request owns its slot.
@@ -112,6 +101,9 @@ class Account:
     finished: Callable[[dict[str, Any]], None] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        self.key = self.policy.key  # spelt once: this runs every step
+
     def add(self, step: Step | None, run_reqs: Sequence[Any], packs: Sequence[Any], ended_before: set[int]) -> None:
         """Count what one post-processing call reported.
 
@@ -142,29 +134,26 @@ class Account:
         kept, whole = min(len(outputs), accepted - 1, live), min(accepted - 1, live)
         regret = [r for r in step.regret[first : first + kept] if r >= 0]
         exhausted = bool(step.stop) and step.stop[n] == BUDGET and live > 0 and len(outputs) == accepted
-        block = Detail(
-            blocks=1,
-            drafts_verified=live,
-            strict_accepted=kept - len(regret),
-            relaxed=len(regret),
-            regret_charged=sum(regret) * (marks.temperature or 1.0),
-            budget_exhausted=int(exhausted and marks.temperature is not None),
-            committed_tokens=len(outputs),
-        )
-        counters, detail = self.telemetry.of(self._key(marks)), marks.detail
-        for total in (counters, detail):
-            for name in SUMMED:
-                setattr(total, name, getattr(total, name) + getattr(block, name))
+        nats, exhausted = sum(regret) * (marks.temperature or 1.0), exhausted and marks.temperature is not None
+        detail = marks.detail
+        for total in (self.telemetry.of(self._key(marks)), detail):
+            total.blocks += 1
+            total.drafts_verified += live
+            total.strict_accepted += kept - len(regret)
+            total.relaxed += len(regret)
+            total.regret_charged += nats
+            total.budget_exhausted += exhausted
+            total.committed_tokens += len(outputs)
         detail.accepted += whole
         detail.histogram += [0] * (whole + 1 - len(detail.histogram))
         detail.histogram[whole] += 1
 
     def _key(self, marks: Marks) -> str:
         """Of the rule that served the request: sampled ones got the engine's own comparison of ids."""
-        return "strict" if marks.temperature is None else self.policy.key
+        return "strict" if marks.temperature is None else self.key
 
     def _request(self, req: Any) -> None:
-        counters, marks = self.telemetry.of(self.policy), marks_of(req)
+        counters, marks = self.telemetry.of(self.key), marks_of(req)
         counters.requests += 1
         if serving_rule(self.policy, marks.temperature is None)[1] == SAMPLED_REQUEST:
             counters.fall_back(SAMPLED_REQUEST)

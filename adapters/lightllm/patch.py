@@ -164,6 +164,11 @@ class Engine:
             step.regret, step.stop = copies[0].tolist(), copies[1].tolist()
         return step
 
+    def snapshot(self) -> dict[str, Any]:
+        """Between two steps' counts, not within one."""
+        with self.account.lock:
+            return self.telemetry.snapshot()
+
     def serve(self, rank: int, world: int) -> None:
         """Every seam is in place: say so, and answer a harness that asks."""
         missing = sorted(_wanted(self.layout) - self.installed)
@@ -173,7 +178,7 @@ class Engine:
         folder = os.environ.get(exchange.FOLDER, "").strip()
         if folder:
             self.account.finished = exchange.Journal(Path(folder), rank).write
-            exchange.Responder(Path(folder), rank, world, self.telemetry.snapshot).start()
+            exchange.Responder(Path(folder), rank, world, self.snapshot).start()
         if rank == 0:
             print(f"specaccept: armed {self.policy.key} at {self.layout}", file=sys.stderr, flush=True)
 

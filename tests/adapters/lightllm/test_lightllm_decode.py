@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
+import types
 
 import lightllm_rig as rig
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from lightllm_rig import Item, Server, Totals, Toy, by_hand
 
+from adapters.lightllm import account, exchange
 from adapters.policy import Policy
 
 STRICT, B0 = Policy("strict"), Policy("asd", 0.0)
@@ -187,6 +190,69 @@ def test_a_slot_forgets_its_last_owner(serve):
     want, totals = expected(toy, items, ASD)
     compare(outcomes, counters, want, totals, ASD)
     assert totals.budget_exhausted > 0
+
+
+def test_a_served_engine_answers_through_the_folder(tree, monkeypatch, tmp_path):
+    """What the harness does: every seam in place, counters by file, one record per tagged request."""
+    monkeypatch.setenv(exchange.FOLDER, str(tmp_path))
+    monkeypatch.setenv("SPECACCEPT_NONCE", "this launch")
+    toy, items = Toy(1), [dataclasses.replace(item, tag=n) for n, item in enumerate(items_of(1))]
+    with rig.armed(tree, ASD, monkeypatch) as modules, monkeypatch.context() as patched:
+        rig.on_cpu(modules, patched)
+        modules.patch.engine().serve(0, 1)
+        Server(modules, toy).run(items)
+        found = exchange.ask(tmp_path, 10)
+        follower = exchange.Follower(tmp_path)
+        records = [follower.take(n, 10) for n in range(len(items))]
+    assert (found["armed"], found["nonce"], found["ranks"]) == (True, "this launch", 1)
+    assert found["engine"]["version"].startswith("lightspec+seams.")
+    assert "adapters/lightllm/patch.py" in found["files"]
+    counters = found["counters"][ASD.key]
+    assert counters["requests"] == len(items)
+    for name in ("blocks", "drafts_verified", "relaxed", "committed_tokens"):
+        assert counters[name] == sum(record[name] for record in records) > 0
+
+
+def test_a_missing_seam_does_not_serve(tree, monkeypatch):
+    with rig.armed(tree, ASD, monkeypatch) as modules:
+        engine = modules.patch.engine()
+        engine.installed.discard(rig.seams.NORMAL)
+        with pytest.raises(rig.seams.Refused, match=r"not armed at .*chunked_prefill\.impl"):
+            engine.serve(0, 1)
+        assert not engine.telemetry.armed
+
+
+def test_two_threads_keep_their_steps_apart(tree, monkeypatch):
+    """Thread A samples, then B samples; each verification finds its own logits."""
+    with rig.armed(tree, HUGE, monkeypatch) as modules:
+        engine = modules.patch.engine()
+        toy, table = Toy(2), torch.zeros(3, rig.W, dtype=torch.int64)
+        barrier, results = threading.Barrier(2, timeout=30), {}
+
+        def step(slot):
+            req = types.SimpleNamespace(req_idx=slot)
+            param = types.SimpleNamespace(top_k=1, temperature=1.0, seed=-1)
+            req.sampling_param = types.SimpleNamespace(shm_param=param)
+            account.marks_of(req).drafts = 4
+            token = 10 + slot
+            table[slot, 0], table[slot, 1:] = token, torch.tensor(toy.junk(token))
+            z = toy.logits[table[slot, :5]].clone()
+            ids = z.argmax(-1)
+            barrier.wait()
+            engine.sampled(z, [req] * 5, ids, torch.zeros(5))
+            barrier.wait()
+            starts, slots = torch.tensor([0], dtype=torch.int32), torch.full((5,), slot, dtype=torch.int32)
+            engine.verify(modules.kernels.mtp_verify, table, starts, ids, slots)
+            results[slot] = ids.tolist()
+
+        threads = [threading.Thread(target=step, args=(slot,)) for slot in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not engine.lost
+        for slot in (0, 1):
+            assert results[slot][:4] == toy.junk(10 + slot)[:4]
 
 
 def test_a_verify_call_without_its_logits_is_strict_and_disarms(tree, monkeypatch, capsys):
