@@ -109,13 +109,15 @@ def eos_ids(model: Any) -> set[int]:
     return ids
 
 
-def build(model: Any, draft: DSparkDraft, options: Options, default_policy: Policy | None = None) -> Engine:
-    """An engine over weights that are loaded already."""
+def build(
+    model: Any, draft: DSparkDraft, options: Options, default_policy: Policy | None = None, release: bool = False
+) -> Engine:
+    """An engine over weights that are loaded already. release: `model` is of no use afterwards."""
     limit = check_limits(model.config, options)
     room = limit + draft.config.block_size + 1  # the last block may reach past the limit
     with torch.inference_mode():
         quantum = SPAN if options.deterministic else 1
-        target = Target(model, draft.config.target_layer_ids, options.slots, room, quantum)
+        target = Target(model, draft.config.target_layer_ids, options.slots, room, quantum, release)
         proposer = Proposer(draft, target.head, options.slots, room, quantum)
     telemetry = Telemetry("reference", NAME, __version__, default_policy)
     telemetry.armed = True
@@ -137,7 +139,7 @@ def load(options: Options, default_policy: Policy | None = None) -> tuple[Engine
     DraftConfig.from_folder(draft_folder)
     model = load_target(target_folder, dtype, options.device)
     draft = DSparkDraft.from_folder(draft_folder, model, dtype, options.device)
-    engine = build(model, draft, options, default_policy)
+    engine = build(model, draft, options, default_policy, release=True)
     tokenizer = None
     if any((target_folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         from transformers import AutoTokenizer

@@ -128,10 +128,22 @@ class Stack:
     """Qwen3 decoder layers and their cache: K and V [layers, slots, kv_heads, positions, d], zeros at first."""
 
     def __init__(
-        self, layers: Sequence[Any], heads: int, kv_heads: int, head_dim: int, eps: float, rope: Tensor
+        self,
+        layers: Sequence[Any],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        rope: Tensor,
+        release: bool = False,
     ) -> None:
+        """release: take the weights out of `layers` one by one, so that the model is never in memory twice."""
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.layers = [fuse(layer, head_dim, eps) for layer in layers]
+        self.layers = []
+        for layer in layers:
+            self.layers.append(fuse(layer, head_dim, eps))
+            if release:
+                layer.to("meta")
         self.rope = rope
         weight = self.layers[0].qkv
         self.device, self.dtype = weight.device, weight.dtype
@@ -212,14 +224,22 @@ class Stack:
 class Target:
     """A Qwen3ForCausalLM of transformers as a Stack, with embedding and lm_head, and what the draft reads of it."""
 
-    def __init__(self, model: Any, capture: Sequence[int], slots: int, positions: int, quantum: int = 1) -> None:
+    def __init__(
+        self,
+        model: Any,
+        capture: Sequence[int],
+        slots: int,
+        positions: int,
+        quantum: int = 1,
+        release: bool = False,
+    ) -> None:
         """capture: layers whose outputs the draft takes as context; positions: KV entries of one slot."""
         c = model.config
         rotary = model.model.rotary_emb
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         rope = rope_pairs(rotary.inv_freq.float(), rotary.attention_scaling, positions)
         self.stack = Stack(
-            model.model.layers, c.num_attention_heads, c.num_key_value_heads, head_dim, c.rms_norm_eps, rope
+            model.model.layers, c.num_attention_heads, c.num_key_value_heads, head_dim, c.rms_norm_eps, rope, release
         ).allocate(slots, positions, quantum)
         self.capture = tuple(capture)
         self.embedding = model.get_input_embeddings().weight.detach()
