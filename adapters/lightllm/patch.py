@@ -113,7 +113,9 @@ class Engine:
             if not marks.entered:
                 ledger.enter(req.req_idx, marks.temperature)
                 marks.entered = True
-            proposed = rows > 1 and (live == rows - 1 or not self.check_proposals)
+            if rows == 1:
+                continue
+            proposed = live == rows - 1 or not self.check_proposals
             if proposed != marks.is_open:
                 if proposed:
                     ledger.open(req.req_idx, marks.temperature)
