@@ -9,6 +9,7 @@ import ast
 import hashlib
 import inspect
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,6 +41,8 @@ KNOWN_MODES = (
     "dspark",
     "dflash",
 )
+NEED_FA3 = ("dspark", "dflash")
+HOPPER = ("H100", "H200", "H800", "H20")
 ARGMAX_DRAFTS = "unsupported (argmax drafts): with one-hot drafts block verification equals the token rule"
 
 
@@ -241,8 +244,35 @@ def require(root: Path, environ: Mapping[str, str] = os.environ) -> Policy:
     return policy
 
 
-def refusals(args: Any, root: Path, environ: Mapping[str, str] = os.environ) -> list[str]:
+def gpu_names() -> list[str]:
+    """Of this machine, as its driver names them; none where it cannot be asked."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return text.split("\n")[:-1]
+
+
+def _fa3_refusals(mode: str, backends: Any, gpus: list[str]) -> list[str]:
+    """DSpark and DFlash decode through FA3, which LightLLM selects on Hopper only."""
+    instead = "--mtp_mode eagle3 runs on Triton"
+    chosen = [backends] if isinstance(backends, str) else list(backends)
+    if not {"fa3", "auto"} & set(chosen):
+        return [f"--llm_decode_att_backend: expected fa3 for --mtp_mode {mode}, found {' '.join(chosen)}; {instead}"]
+    other = [name for name in gpus if not any(chip in name for chip in HOPPER)]
+    return (
+        [f"--mtp_mode {mode}: expected GPUs with FA3 ({', '.join(HOPPER)}), found {other[0]}; {instead}"]
+        if other
+        else []
+    )
+
+
+def refusals(
+    args: Any, root: Path, environ: Mapping[str, str] = os.environ, gpus: list[str] | None = None
+) -> list[str]:
     """Why a server with these start arguments cannot be armed; empty: it can. args: LightLLM's StartArgs."""
+    gpus = gpu_names() if gpus is None else gpus
 
     def value(name: str, default: Any = None) -> Any:
         return getattr(args, name, default)
@@ -253,6 +283,8 @@ def refusals(args: Any, root: Path, environ: Mapping[str, str] = os.environ) -> 
         reasons.append("--mtp_mode: expected a mode that drafts, found none: nothing is verified")
     elif mode not in KNOWN_MODES:
         reasons.append(f"--mtp_mode: expected one of {', '.join(KNOWN_MODES)}, found {mode!r}: its path was not read")
+    if mode in NEED_FA3:
+        reasons += _fa3_refusals(mode, value("llm_decode_att_backend", ["auto"]), gpus)
     if value("run_mode", "normal") == "prefill":
         reasons.append("--run_mode prefill: verifies nothing; set the policy on the decode node")
     if value("output_constraint_mode", "none") != "none":

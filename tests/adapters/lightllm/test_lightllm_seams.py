@@ -164,6 +164,24 @@ def test_refusals_name_the_flag_and_the_reason(tree, change, named):
         seams.require_arguments(SimpleNamespace(**(GOOD | change)), tree, {})
 
 
+@pytest.mark.parametrize("mode", ["dspark", "dflash"])
+def test_block_drafters_need_fa3_and_hopper(tree, mode):
+    """The reason, and what runs instead."""
+
+    def reasons(backend, *gpus):
+        args = SimpleNamespace(**(GOOD | {"mtp_mode": mode, "llm_decode_att_backend": backend}))
+        return seams.refusals(args, tree, {}, list(gpus))
+
+    assert reasons(["fa3"], "NVIDIA H200") == reasons(["auto"]) == []
+    assert reasons(["triton"], "NVIDIA H200") == [
+        f"--llm_decode_att_backend: expected fa3 for --mtp_mode {mode}, found triton; --mtp_mode eagle3 runs on Triton"
+    ]
+    (reason,) = reasons(["fa3"], "NVIDIA H100 80GB HBM3", "NVIDIA L20")
+    assert "found NVIDIA L20; --mtp_mode eagle3 runs on Triton" in reason
+    eagle = SimpleNamespace(**(GOOD | {"mtp_mode": "eagle3", "llm_decode_att_backend": ["triton"]}))
+    assert seams.refusals(eagle, tree, {}, ["NVIDIA L20"]) == []
+
+
 def test_the_fused_decode_graph_is_refused_until_switched_off(tree):
     seams.file_of(tree, seams.FUSED).write_text("")
     (reason,) = seams.refusals(SimpleNamespace(**GOOD), tree, {})
