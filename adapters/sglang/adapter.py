@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,9 @@ from torch import Tensor
 from adapters.arm import Arming, Refused, request_policy, serving_rule
 from adapters.policy import CUSTOM_PARAM, RULES, Policy, PolicyError
 from adapters.rules import block, sampling
-from adapters.rules.asd import BUDGET, AsdConfig, Report
+from adapters.rules.asd import BUDGET, AsdConfig
 from adapters.sglang import seams
-from adapters.sglang.ledger import STRICT, Ledger, to_device, to_host
+from adapters.sglang.ledger import STRICT, Detail, Ledger, to_device
 from adapters.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class State:
     relaxed: int = 0
     exhausted: int = 0
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Whose counters its blocks move: the policy's, or the rule's that serves instead of it."""
         return self.policy.key if self.fallback is None else self.rule
@@ -71,27 +72,6 @@ class State:
             "budget_exhausted": self.exhausted,
         }
         return found if self.fallback is None else found | {"fallback": self.fallback}
-
-
-class Detail:
-    """What ASD did in one step, per row: one buffer, so that one copy brings it to the host."""
-
-    def __init__(self, rows: int, drafts: int, device: torch.device) -> None:
-        self.shape = (rows, drafts)
-        self.buffer = torch.empty(rows * (drafts * 4 + 4 + 1), dtype=torch.uint8, device=device)
-        self.top: Tensor | None = None
-
-    def report(self) -> Report:
-        rows, drafts = self.shape
-        charge, relaxed, stop = self.buffer.split([rows * drafts * 4, rows * 4, rows])
-        return Report(charge.view(torch.float32).view(rows, drafts), relaxed.view(torch.int32), stop.view(torch.int8))
-
-    def to_host(self) -> Detail:
-        """Starts the copies; complete when the engine's own result copy is."""
-        host = object.__new__(Detail)
-        host.shape, host.buffer = self.shape, to_host(self.buffer)
-        host.top = None if self.top is None else to_host(self.top)
-        return host
 
 
 @dataclass
@@ -263,9 +243,8 @@ class Adapter:
         assert self.ledger is not None
         B, W = candidates.shape
         top = target_predict.contiguous()
-        step.detail.top = top
         length, bonus = self.ledger.accept(
-            candidates[:, 1:], step.logits.view(B, W, -1), top, step.slots.long(), step.live, step.detail.report()
+            candidates[:, 1:], step.logits.view(B, W, -1), top, step.slots.long(), step.live, step.detail
         )
         length = length.to(self.length_dtype)
         if step.live is None:
@@ -322,27 +301,18 @@ class Adapter:
             counters.strict_accepted += committed
             return
         assert detail is not None
-        report = detail.report()
-        relaxed = 0
-        if int(report.relaxed[i]):
-            charge, before = report.charge[i].tolist(), state.spent
-            for r in charge[:committed]:
+        bits, stop = detail.rows
+        relaxed, before = bin(bits[i] & ((1 << committed) - 1)).count("1"), state.spent
+        if relaxed:
+            for r in detail.report.charge[i, :committed].tolist():
                 state.spent = float32(state.spent + r)
             counters.regret_charged += state.spent - before
-            relaxed = self._relaxed(detail, result, i, committed)
         counters.strict_accepted += committed - relaxed
         counters.relaxed += relaxed
         state.relaxed += relaxed
-        if committed == accepted and int(report.stop[i]) == BUDGET:
+        if committed == accepted and stop[i] == BUDGET:
             counters.budget_exhausted += 1
             state.exhausted += 1
-
-    def _relaxed(self, detail: Detail, result: Any, i: int, committed: int) -> int:
-        """Committed drafts that are not the target's argmax."""
-        assert detail.top is not None
-        width = detail.shape[1] + 1
-        ids = result.next_token_ids[i * width : i * width + committed]
-        return int((ids != detail.top[i, :committed]).sum())
 
     def _verified(self, result: Any, i: int) -> int:
         assert self.worker is not None
@@ -536,6 +506,8 @@ def refusals(worker: Any, server_args: Any) -> dict[str, str]:
         every.append("enable_dp_attention: expected False, found True")
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() not in ("", "0", "false", "no", "n"):
         every.append("SGLANG_RUST_SERVER: expected unset, found set")
+    if int(worker.gamma) > 31:
+        greedy.append(f"draft block size: expected at most 31, found {int(worker.gamma)}")
     if server_args.tp_size > 1 and os.environ.get("SGLANG_SPEC_TP_SYNC", "all") != "all":
         every.append("SGLANG_SPEC_TP_SYNC: expected all with tensor parallelism")
     if worker._verify_epilogue is not None:

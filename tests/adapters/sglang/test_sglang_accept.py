@@ -47,7 +47,7 @@ def test_a_policy_that_passes_no_mismatch_equals_the_engine(worker, policy, capp
         lens = verify_lens(seed, rows) if capped else None
         ours = worker.forward_batch_generation(decode(reqs, slots, drafts, logits, lens))
         native = worker.forward_batch_generation(decode(plain, slots, drafts, logits, lens))
-        assert ours.specaccept.report().relaxed.sum() == 0
+        assert ours.specaccept.report.relaxed.sum() == 0
         assert not hasattr(native, "specaccept")
         assert outs_of(ours) == outs_of(native)
         assert ours.outs.correct_len.dtype == native.outs.correct_len.dtype
@@ -86,7 +86,7 @@ def test_every_row_follows_its_own_policy(adapter, worker, capped):
         for row, n in enumerate(wanted.length.tolist()):  # the stream is the drafts, then the bonus
             assert result.outs.out_tokens[row, : n + 1].tolist() == [*drafts[row, :n].tolist(), int(wanted.bonus[row])]
         assert torch.equal(adapter.ledger.spent[slots], spent)
-        assert torch.equal(asd.settle(before, result.specaccept.report().charge, wanted.length), spent)
+        assert torch.equal(asd.settle(before, result.specaccept.report.charge, wanted.length), spent)
         relaxed += int(report.relaxed.sum())
     assert relaxed > 50
 
@@ -118,7 +118,7 @@ def test_logits_that_are_not_finite_stop_the_block(worker):
     logits[1, 1, 1] = float("-inf")  # a grammar or bias mask forbids the draft
     result = worker.forward_batch_generation(decode(reqs, [1, 2], drafts, logits))
     assert result.outs.correct_len.tolist() == [2, 1]
-    assert result.specaccept.report().stop.tolist() == [asd.INVALID, asd.INVALID]
+    assert result.specaccept.report.stop.tolist() == [asd.INVALID, asd.INVALID]
 
 
 # -- the ledger through a request's life ---------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_in_a_mixed_batch_only_greedy_rows_are_relaxed(worker):
         assert ours.outs.correct_len[1::2].tolist() == native.outs.correct_len[1::2].tolist()
         assert ours.outs.bonus[1::2].tolist() == native.outs.bonus[1::2].tolist()
         assert ours.outs.correct_len[::2].tolist() == [K] * (rows // 2)
-        assert ours.specaccept.report().charge[1::2].abs().sum() == 0
+        assert ours.specaccept.report.charge[1::2].abs().sum() == 0
 
 
 def test_block_sizes(adapter):
