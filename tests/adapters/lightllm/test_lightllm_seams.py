@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,6 +93,36 @@ def test_the_hidden_sitecustomize_still_runs(tree, tmp_path):
     (tree / "sitecustomize.py").write_text("print('mine')")
     done = python("import lightllm", tree, {"SPECACCEPT_POLICY": ASD})
     assert done.stdout == "mine\n", done.stderr
+
+
+@pytest.mark.parametrize(("policy", "installed"), [(ASD, "True"), ("", "False"), (None, "False")])
+def test_the_pth_file_installs_the_hook(tmp_path, policy, installed):
+    shutil.copy(seams.__file__.replace("seams.py", "specaccept-lightllm.pth"), tmp_path)
+    code = (
+        f"import site, sys; site.addsitedir({str(tmp_path)!r}); site.addsitedir({str(tmp_path)!r});"
+        "print('PostImport' in [type(f).__name__ for f in sys.meta_path], 'torch' in sys.modules)"
+    )
+    environ = {"PYTHONPATH": PACKAGES, "PATH": os.environ["PATH"]} | ({} if policy is None else {"SPECACCEPT_POLICY": policy})
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [installed, "False"], done.stderr
+
+
+@pytest.mark.parametrize("how", ["wheel", "editable"])
+def test_an_installation_carries_the_pth_file(tmp_path, how):
+    """Beside the packages, where `site` reads it; the launcher's folder travels too."""
+    project = tmp_path / "project"
+    shutil.copytree(Path(PACKAGES) / "adapters", project / "adapters", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(Path(PACKAGES) / name, project)
+    build = "build_wheel" if how == "wheel" else "build_editable"
+    code = f"from setuptools import build_meta; build_meta.{build}({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    place = os.path.relpath(sysconfig.get_path("purelib"), sysconfig.get_path("data"))
+    assert [n for n in names if n.endswith(f".data/data/{place}/specaccept-lightllm.pth")]
+    assert how == "editable" or "adapters/lightllm/site/sitecustomize.py" in names
 
 
 def test_every_process_refuses_a_drifted_tree(tree):
