@@ -102,7 +102,8 @@ def test_the_pth_file_installs_the_hook(tmp_path, policy, installed):
         f"import site, sys; site.addsitedir({str(tmp_path)!r}); site.addsitedir({str(tmp_path)!r});"
         "print('PostImport' in [type(f).__name__ for f in sys.meta_path], 'torch' in sys.modules)"
     )
-    environ = {"PYTHONPATH": PACKAGES, "PATH": os.environ["PATH"]} | ({} if policy is None else {"SPECACCEPT_POLICY": policy})
+    environ = {"PYTHONPATH": PACKAGES, "PATH": os.environ["PATH"]}
+    environ |= {} if policy is None else {"SPECACCEPT_POLICY": policy}
     done = subprocess.run([sys.executable, "-S", "-c", code], env=environ, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [installed, "False"], done.stderr
 
