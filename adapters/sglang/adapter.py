@@ -64,14 +64,14 @@ class State:
 
     def summary(self) -> dict[str, Any]:
         """`meta_info.specaccept` of the response."""
-        found = {
-            "policy": self.policy.key,
+        return {
+            "policy": self.key,
+            "asked": self.policy.key,
             "relaxed": self.relaxed,
             "regret": self.spent,
             "spent": self.spent,
             "budget_exhausted": self.exhausted,
         }
-        return found if self.fallback is None else found | {"fallback": self.fallback}
 
 
 @dataclass
@@ -336,10 +336,9 @@ class Adapter:
         values += [[] for _ in range(rows - 1 - len(values))]
         values.append([state.summary()] if done else [])
         if done:
-            counters = self.telemetry.of(state.policy)
-            counters.requests += 1
+            self.telemetry.of(state.key).requests += 1
             if state.fallback is not None:
-                counters.fall_back(state.fallback)
+                self.telemetry.of(state.policy).fall_back(state.fallback)
 
     def meta(self, original: Callable, manager: Any, meta_info: dict, recv_obj: Any, i: int) -> None:
         """Tokenizer process, a finished request: the list the engine accumulated becomes the one object in it."""

@@ -169,6 +169,7 @@ def test_a_finished_request_reports_its_policy_and_what_it_did(adapter, worker):
     state = reqs[1]._specaccept
     assert wide == {
         "policy": WIDE.key,
+        "asked": WIDE.key,
         "relaxed": state.relaxed,
         "regret": state.spent,
         "spent": state.spent,
@@ -198,10 +199,11 @@ def test_a_rule_for_the_other_kind_of_request_falls_back_and_says_so(adapter, wo
     for req in (sampled, greedy):
         req.update_finish_state()
         acc.accept(req=req)
-    assert respond(adapter, acc, 0)["specaccept"]["fallback"] == SAMPLED_REQUEST
-    assert respond(adapter, acc, 1)["specaccept"]["fallback"] == GREEDY_REQUEST
+    answers = [respond(adapter, acc, row)["specaccept"] for row in (0, 1)]
+    assert [(a["policy"], a["asked"]) for a in answers] == [("chain", WIDE.key), ("strict", "block")]
     assert adapter.telemetry.counters[WIDE.key].fallbacks == {SAMPLED_REQUEST: 1}
     assert adapter.telemetry.counters["block"].fallbacks == {GREEDY_REQUEST: 1}
+    assert [adapter.telemetry.counters[key].requests for key in ("chain", "strict", "block", WIDE.key)] == [1, 1, 0, 0]
 
 
 def test_the_servers_own_health_probes_are_served_natively(adapter, worker):
