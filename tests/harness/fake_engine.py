@@ -220,6 +220,7 @@ def main() -> None:
     # With proto 0 asyncio leaves Nagle on, and every answer waits 40 ms for an acknowledgement.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind((arguments.host, int(arguments.port)))
+        listener.listen()  # before the line that invites connections
         print(f"fake engine ready on http://{arguments.host}:{listener.getsockname()[1]}", flush=True)
         server = uvicorn.Server(uvicorn.Config(fake.app(), log_level="warning"))
         if fake.wanted == "stubborn":
