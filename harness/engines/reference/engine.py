@@ -40,8 +40,9 @@ class Request:
     on_change: Callable[[Request], None] | None = None
     policy: Policy = STRICT  # the rule that decides, after fallbacks
     asked: str = ""  # the key of the policy asked for
+    fallback: str | None = None  # why it is not the one that decides
     config: asd.AsdConfig | None = None
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters = field(default_factory=Counters)  # of the rule that decides
     generator: torch.Generator | None = None
     stops: frozenset[int] = frozenset()
     output: list[int] = field(default_factory=list)
@@ -176,9 +177,8 @@ class Engine:
         request.policy = asked if fits else STRICT if params.greedy else CHAIN
         request.asked = asked.key
         request.counters = self.telemetry.of(request.policy)
-        request.counters.requests += 1
-        if not fits:
-            self.telemetry.of(asked).fall_back("greedy request" if params.greedy else "sampled request")
+        self.telemetry.of(asked)  # here, not at the end: a snapshot may be read meanwhile
+        request.fallback = None if fits else "greedy request" if params.greedy else "sampled request"
         if request.policy.rule == "asd":
             request.config = asd.AsdConfig.from_policy(request.policy)
         if not params.greedy:
@@ -190,6 +190,11 @@ class Engine:
 
     def _end(self, request: Request, finish: dict[str, Any]) -> None:
         request.finish = finish
+        if finish["type"] != "abort":
+            asked = self.telemetry.of(request.asked)
+            asked.requests += 1
+            if request.fallback is not None:
+                asked.fall_back(request.fallback)
         request.seconds = time.monotonic() - request.arrived
         if request.on_change is not None:
             request.on_change(request)
