@@ -78,6 +78,8 @@ def arm_cells(record: Record, arm: str) -> list[str]:
     accuracy = differ.get("accuracy") or {}
     scored = sum(found["outcomes"].values())
     flags = [f"{count} {kind}" for kind, count in found["errors"].items()]
+    if scored and found["not_scored"]:
+        flags.append(f"{found['not_scored']} not scored")
     if differ.get("degenerate"):
         flags.append("degenerate: loops")
     return [

@@ -83,7 +83,8 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Row(msgspec.Struct, kw_only=True):
     """One request of one arm. Times in seconds: started_s since the run's first request, wall_s on the client.
 
-    error: kind of the infrastructure error, None for an answer. outcome, parsed: of scoring, None until scored.
+    error: kind of the infrastructure error, None for an answer. outcome, parsed, rule: of scoring, None until scored;
+    outcome `error`: it could not be scored, and rule says why.
     steps: verify steps. proposed: drafts verified. accepted: drafts accepted. histogram[n]: steps with n accepted.
     """
 
@@ -114,6 +115,7 @@ class Row(msgspec.Struct, kw_only=True):
     exhausted: int = 0
     outcome: str | None = None
     parsed: str | None = None
+    rule: str | None = None
 
 
 def _arrow(name: str, kind: Any) -> pa.Field:

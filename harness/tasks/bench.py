@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from harness.config import Config
 from harness.publish.console import Bars, report
 from harness.publish.tables import write
+from harness.score import PARSER_VERSION
 from harness.tasks import STATUS
 from harness.tasks.arms import Plan, plan, servers
 from harness.tasks.scoring import score_rows
@@ -22,7 +23,8 @@ from harness.tasks.summary import judge, summarize
 def run(config: Config) -> int:
     groups = servers(config, plan(config))
     order = "arms rotate by item" if len(groups) == 1 else "one server per arm"
-    with session(config, [arm for arms in groups for arm in arms], {"concurrency": 1, "order": order}) as this:
+    workload = {"concurrency": 1, "order": order, "parsers": PARSER_VERSION}
+    with session(config, [arm for arms in groups for arm in arms], workload) as this:
         for arms in groups:
             with this.serving(arms):
                 warm_up(this, arms)
