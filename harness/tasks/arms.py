@@ -10,6 +10,7 @@ from adapters.policy import GREEDY_RULES, Policy
 from harness.config import Config, PolicyConfig, member
 from harness.records.schema import Arm, Row
 
+MIN_ACCEPTED = 0.1  # drafts per verify step: below it the draft is not this target's, whatever the counters say
 COUNTED = ("requests", "blocks", "drafts_verified", "relaxed")
 
 
@@ -134,6 +135,10 @@ def _rule(name: str, arm: Arm, rows: Sequence[Row]) -> list[Problem | None]:
         problems.append(Problem("inconclusive", f"{name}: no mismatch was relaxed: the policy changed nothing"))
     if any(not 0 <= row.accepted <= row.proposed for row in rows):
         problems.append(Problem("fail", f"{name}: accepted drafts outside 0..proposed"))
+    steps, accepted = sum(row.steps for row in rows), sum(row.accepted for row in rows)
+    if steps and accepted < MIN_ACCEPTED * steps:
+        share = f"{accepted / steps:.2f} drafts accepted per step"
+        problems.append(Problem("inconclusive", f"{name}: {share}, below {MIN_ACCEPTED}: is it this target's draft?"))
     if any(row.cached_tokens for row in rows):
         problems.append(Problem("inconclusive", f"{name}: cached prompt tokens: expected 0, the prefix cache is on"))
     return problems

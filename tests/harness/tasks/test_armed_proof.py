@@ -80,6 +80,11 @@ def test_more_drafts_accepted_than_proposed():
     assert outcomes(STRICT, rows, **MOVED) == ["fail"]
 
 
+def test_a_draft_of_another_target_shows_nothing():
+    rows = [row(n, STRICT, accepted=0) for n in range(2)]
+    assert outcomes(STRICT, rows, **MOVED) == ["inconclusive"]
+
+
 def test_nothing_answered():
     assert outcomes(STRICT, [row(0, STRICT, error="http")], expected=1) == ["inconclusive"]
     assert outcomes(STRICT, [], expected=1) == ["inconclusive"]
