@@ -397,7 +397,7 @@ def sweep_fused(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
     state = AsdState(B, K, B, "cuda")
     state.assign(range(B), AsdConfig(1e6))
     calls, found = each(sets, lambda d: state.fused(d.greedy_ids, d.target, slots)), []
-    for block, warps in ((2048, 4), (4096, 8), (4096, 4), (8192, 8)):
+    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 4)):
         for pieces in (1, 2, 4, 8, 16, 32):
             if 64 <= B * (K + 1) * pieces <= 4096:
                 asd_kernel.TUNING = (pieces, block, warps)
@@ -409,11 +409,11 @@ def sweep_fused(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
 def sweep_block(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
     """(us, "chunk / warps @ programs") of the block verification from logits."""
     B, K, V, found = *sets[0].sampled_ids.shape, sets[0].target.shape[2], []
-    for chunk, warps in ((4096, 4), (4096, 8), (8192, 8), (2048, 4)):
+    for chunk, warps in ((2048, 4), (2048, 2), (1024, 4), (4096, 4)):
         state = SampledState("block", B, K, B, V, "cuda", chunk)
         state.assign(range(B), range(B))
         calls = each(sets, partial(lambda s, d: s.from_logits(d.sampled_ids, d.target, d.draft, slots), state))
-        for programs in (1024, 4096, 16384):
+        for programs in (4096, 16384):
             block_kernel.TUNING = block_kernel.Tuning(warps, programs)
             found.append((replay_us(calls)[1], f"{chunk}/{warps}@{programs}"))
     block_kernel.TUNING = block_kernel.Tuning()
@@ -421,7 +421,7 @@ def sweep_block(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
 
 
 def parts(sets: list[Data], slots: Tensor) -> None:
-    """Where the time of the block verification goes: launches timed one by one, by leaving the later ones out."""
+    """Where the time of the block verification goes, by leaving the later launches out; and what the walk adds."""
     B, K, V = *sets[0].sampled_ids.shape, sets[0].target.shape[2]
     state = SampledState("block", B, K, B, V, "cuda")
     state.assign(range(B), range(B))
@@ -430,8 +430,11 @@ def parts(sets: list[Data], slots: Tensor) -> None:
         block_kernel.STAGES = upto
         times.append(replay_us(each(sets, lambda d: state.from_logits(d.sampled_ids, d.target, d.draft, slots)))[1])
     block_kernel.STAGES = 4
-    names = ("stats", "prepare", "mass", "finish")
-    print("  " + ", ".join(f"+{n} {t:.1f}" for n, t in zip(names, times, strict=True)), flush=True)
+    names = ["+stats", "+prepare", "+mass", "+finish"]
+    for name, make in itertools.islice(greedy_providers(sets), 2):
+        names.append(name)
+        times.append(replay_us(make())[1])
+    print("  " + ", ".join(f"{n} {t:.1f}" for n, t in zip(names, times, strict=True)), flush=True)
 
 
 def main() -> int:

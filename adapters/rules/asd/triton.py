@@ -20,12 +20,12 @@ from torch import Tensor
 
 from adapters.rules.asd.config import Params
 from adapters.rules.asd.report import BUDGET, CAP, FULL, GATE, INVALID, Report
-from adapters.rules.common import COUNTERS, Accepted
+from adapters.rules.common import COUNTERS, Accepted, interpreted
 
 _FULL, _INVALID, _BUDGET = tl.constexpr(FULL), tl.constexpr(INVALID), tl.constexpr(BUDGET)
 _GATE, _CAP = tl.constexpr(GATE), tl.constexpr(CAP)
 _INF = tl.constexpr(float("inf"))
-_NAN_KEY = tl.constexpr(0x7FFFFFFF)
+_INTERPRETED = tl.constexpr(interpreted())
 
 MAX_PIECES = 32  # programs per row at most
 _PIECES = tl.constexpr(MAX_PIECES)
@@ -36,8 +36,12 @@ _COUNTERS = tl.constexpr(len(COUNTERS))
 @triton.jit
 def order_key(x):
     """float32 -> int32 of the same order, -0 equal to +0, every NaN above everything."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x != x, _NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    x = x + 0.0  # -0 becomes 0; on the GPU every NaN becomes 0x7FFFFFFF, which numpy does not do
+    bits = x.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if _INTERPRETED:
+        key = tl.where(x != x, 0x7FFFFFFF, key)
+    return key
 
 
 @triton.jit
@@ -68,91 +72,95 @@ def _walk(
     Draft, draft_row, stride_d, Top, Keys, pieces, Logits, V,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-    K: tl.constexpr, FROM_KEYS: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, FROM_KEYS: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr,
     REPORT: tl.constexpr, CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The rule for a vector of requests b. first: row index of position 0; zoff: its offset in Logits."""
+    """The rule for a vector of requests b [R]. first: row index of position 0; zoff: its offset in Logits.
+
+    Everything it reads is read at once, as [R, KP] tiles; the walk then goes through registers.
+    """
     real = here & (slot >= 0)
+    i = tl.arange(0, KP)[None, :]
+    exists = real[:, None] & (i <= live[:, None])
+    drafted = real[:, None] & (i < live[:, None])
+    x = tl.load(Draft + draft_row[:, None] * stride_d + i, mask=drafted, other=-1).to(tl.int64)
+    known = drafted & (x >= 0) & (x < V)
+    row = zoff[:, None] + i * stride_z
+    z_x = tl.load(Logits + row + x, mask=known, other=float("nan")).to(tl.float32)
     spent0 = tl.load(Spent + slot, mask=real, other=0.0)
     budget = tl.load(Budget + slot, mask=real, other=0.0)
     gate = tl.load(Gate + slot, mask=real, other=0.0)
     cap = tl.load(Cap + slot, mask=real, other=0)
     norm = tl.load(Norm + slot, mask=real, other=0).to(tl.int32) != 0
-    spent = spent0
-    zero = b * 0
-    length, relaxed, stop, matched, bits = zero, zero, zero + _FULL, zero, zero
-    total = zero.to(tl.float64)
-    going = real
-    bonus = zero.to(tl.int64)
-    piece = tl.arange(0, _PIECES)
-    for i in tl.static_range(K + 1):
-        exists = real & (i <= live)
-        if FROM_KEYS:
-            mask = exists[:, None] & (piece < pieces)[None, :]
-            key = tl.load(Keys + (first + i)[:, None] * pieces + piece[None, :], mask=mask, other=_NOTHING)
-            best = tl.max(key, axis=1)
-            top = 0x7FFFFFFF - (best & 0x7FFFFFFF)
-            z_top = key_value((best >> 31).to(tl.int32))
-        else:
-            top = tl.load(Top + first + i, mask=exists, other=0).to(tl.int64)
-            z_top = tl.load(
-                Logits + zoff + i * stride_z + top, mask=exists & (top >= 0) & (top < V), other=float("nan")
-            )
-            z_top = z_top.to(tl.float32)
-        bonus = tl.where(length == i, top, bonus)
-        if i < K:
-            drafted = real & (i < live)
-            x = tl.load(Draft + draft_row * stride_d + i, mask=drafted, other=-1).to(tl.int64)
-            known = drafted & (x >= 0) & (x < V)
-            z_x = tl.load(Logits + zoff + i * stride_z + x, mask=known, other=float("nan")).to(tl.float32)
-            r = z_top - z_x
-            left = (live - i).to(tl.float32)
-            value = tl.where(norm, tl.math.div_rn(left, tl.maximum(live, 1).to(tl.float32)), left)
-            after = spent + r
-            match = x == top
-            why = tl.where(relaxed + 1 <= cap, zero + _FULL, zero + _CAP)
-            why = tl.where(r <= gate * value, why, _GATE)
-            why = tl.where((spent < budget) & (after <= budget), why, _BUDGET)
-            why = tl.where((r >= 0) & (r < _INF), why, _INVALID)
-            at = going & drafted
-            charged = at & (match == 0) & (why == _FULL)
-            spent = tl.where(charged, after, spent)
-            total += tl.where(charged, r, 0.0).to(tl.float64)
-            relaxed += charged.to(tl.int32)
-            bits += charged.to(tl.int32) << i
-            matched += (at & match).to(tl.int32)
-            stop = tl.where(at & (match == 0) & (charged == 0), why, stop)
-            going = at & (match | charged)
-            length += going.to(tl.int32)
-            if REPORT:
-                tl.store(Charge + b * K + i, tl.where(charged, r, 0.0), mask=here)
-            if IDS:
-                tl.store(Ids + first + i, tl.where(going, x, top), mask=exists)
-            if ACCEPT:
-                tl.store(Accept + first + i, (length >= i).to(tl.int32), mask=exists)
-        else:
-            if IDS:
-                tl.store(Ids + first + i, top, mask=exists)
-            if ACCEPT:
-                tl.store(Accept + first + i, (length >= i).to(tl.int32), mask=exists)
+    if FROM_KEYS:
+        piece = tl.arange(0, _PIECES)[None, None, :]
+        at = (first[:, None] + i)[:, :, None] * pieces + piece
+        key = tl.load(Keys + at, mask=exists[:, :, None] & (piece < pieces), other=_NOTHING)
+        key = tl.max(key, axis=2)
+        top = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+        z_top = key_value((key >> 31).to(tl.int32))
+    else:
+        top = tl.load(Top + first[:, None] + i, mask=exists, other=0).to(tl.int64)
+        z_top = tl.load(Logits + row + top, mask=drafted & (top >= 0) & (top < V), other=float("nan")).to(tl.float32)
+    r = z_top - z_x
+    r = tl.where((r >= 0) & (r < _INF), r, float("nan"))
+    match = drafted & (x == top)
+    left = (live[:, None] - i).to(tl.float32)
+    value = tl.where(norm[:, None], tl.math.div_rn(left, tl.maximum(live, 1).to(tl.float32)[:, None]), left)
+    passes = tl.sum(tl.where(r <= gate[:, None] * value, 1 << i, 0), axis=1)  # bit i: within the gate
+    code = tl.where(match, -1.0, r)
+
+    spent, going = spent0, real
+    length, relaxed, bits = b * 0, b * 0, b * 0
+    for j in tl.static_range(K):
+        r_j = tl.sum(tl.where(i == j, code, 0.0), axis=1)
+        inside = going & (j < live)
+        same = r_j == -1.0
+        fits = (spent < budget) & (spent + r_j <= budget) & (((passes >> j) & 1) != 0) & (relaxed < cap)
+        charged = inside & (same == 0) & fits
+        spent = tl.where(charged, spent + r_j, spent)
+        relaxed += charged.to(tl.int32)
+        bits += charged.to(tl.int32) << j
+        going = inside & (same | charged)
+        length += going.to(tl.int32)
+
+    stops = i == length[:, None]
+    bonus = tl.sum(tl.where(stops, top, 0), axis=1)
+    kept = i < length[:, None]
+    charge = tl.where(kept & (match == 0), r, 0.0)
+    stop = b * 0 + _FULL
+    r_stop = tl.sum(tl.where(stops, code, 0.0), axis=1)
+    stop = tl.where(length < live, stop + _CAP, stop)
+    stop = tl.where((length < live) & (((passes >> length) & 1) == 0), _GATE, stop)
+    over = ((spent < budget) & (spent + r_stop <= budget)) == 0
+    stop = tl.where((length < live) & over, _BUDGET, stop)
+    stop = tl.where((length < live) & (r_stop != r_stop), _INVALID, stop)
+
     tl.store(Length + b, length, mask=here)
     tl.store(Bonus + b, bonus, mask=here)
     tl.store(Spent + slot, spent, mask=real)
+    if IDS:
+        tl.store(Ids + first[:, None] + i, tl.where(kept, x, top), mask=exists)
+    if ACCEPT:
+        tl.store(Accept + first[:, None] + i, (i <= length[:, None]).to(tl.int32), mask=exists)
     if REPORT:
+        tl.store(Charge + b[:, None] * K + i, charge, mask=here[:, None] & (i < K))
         tl.store(Relaxed + b, relaxed, mask=here)
         tl.store(Stop + b, stop.to(tl.int8), mask=here)
     if CUT:
         tl.store(Before + b, spent0, mask=here)
         tl.store(Bits + b, bits, mask=here)
     if COUNT:
-        row = Counts + slot * _COUNTERS
-        tl.store(row, tl.load(row, mask=real, other=0) + 1, mask=real)
-        tl.store(row + 1, tl.load(row + 1, mask=real, other=0) + live, mask=real)
-        tl.store(row + 2, tl.load(row + 2, mask=real, other=0) + matched, mask=real)
-        tl.store(row + 3, tl.load(row + 3, mask=real, other=0) + relaxed, mask=real)
-        spent_out = (stop == _BUDGET).to(tl.int64)
-        tl.store(row + 4, tl.load(row + 4, mask=real, other=0) + spent_out, mask=real)
-        tl.store(Regret + slot, tl.load(Regret + slot, mask=real, other=0.0) + total, mask=real)
+        counts = Counts + slot * _COUNTERS
+        was = tl.load(counts, mask=real, other=0), tl.load(counts + 1, mask=real, other=0)
+        strict, loose = tl.load(counts + 2, mask=real, other=0), tl.load(counts + 3, mask=real, other=0)
+        drained, total = tl.load(counts + 4, mask=real, other=0), tl.load(Regret + slot, mask=real, other=0.0)
+        tl.store(counts, was[0] + 1, mask=real)
+        tl.store(counts + 1, was[1] + live, mask=real)
+        tl.store(counts + 2, strict + length - relaxed, mask=real)
+        tl.store(counts + 3, loose + relaxed, mask=real)
+        tl.store(counts + 4, drained + (stop == _BUDGET).to(tl.int64), mask=real)
+        tl.store(Regret + slot, total + tl.sum(charge.to(tl.float64), axis=1), mask=real)
 
 
 @triton.jit(do_not_specialize=["requests", "rows"])
@@ -161,7 +169,8 @@ def _walk_kernel(
     Slots, Starts, Live, requests, rows,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-    K: tl.constexpr, LANES: tl.constexpr, HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr, HAS_LIVE: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, LANES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr, HAS_LIVE: tl.constexpr,
     TABLE: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr, CUT: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +185,7 @@ def _walk_kernel(
     _walk(
         b, here, slot, live, first, zoff, stride_z, Draft, draft_row, stride_d, Top, Top, 1, Logits, V,
         Spent, Budget, Gate, Cap, Norm, Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-        K, False, IDS, ACCEPT, REPORT, CUT, COUNT,
+        K, KP, False, IDS, ACCEPT, REPORT, CUT, COUNT,
     )  # fmt: skip
 
 
@@ -187,7 +196,8 @@ def _fused_kernel(
     Slots, Starts, Live, requests, rows,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-    K: tl.constexpr, BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, DEEP: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr,
     HAS_LIVE: tl.constexpr, TABLE: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr,
     CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -212,19 +222,28 @@ def _fused_kernel(
                 tl.store(Bits + b0, 0)
     elif i <= live0:
         zoff = first0 * stride_z if RAGGED else b0.to(tl.int64) * stride_b
-        base = Logits + zoff + i * stride_z.to(tl.int64)
-        lane = tl.arange(0, BLOCK)
-        best = tl.full([BLOCK], -0x80000000, tl.int32)
-        where = tl.zeros([BLOCK], tl.int32)
+        base = Logits + zoff + i.to(tl.int64) * stride_z
+        # A thread keeps the best of DEEP logits at a time and its block, and looks up which of them it was at the end.
+        wide: tl.constexpr = BLOCK // DEEP
+        lane = tl.arange(0, wide)
+        deep = tl.arange(0, DEEP)[:, None] * wide + lane[None, :]
+        best = tl.full([wide], -0x80000000, tl.int32)
+        where = tl.zeros([wide], tl.int32)
         for c in range(piece * per, tl.minimum(piece * per + per, blocks)):
-            v = c * BLOCK + lane
+            v = c * BLOCK + deep
             z = tl.load(base + v, mask=v < V, other=float("-inf")).to(tl.float32)
-            key = order_key(z)
+            key = tl.max(order_key(z), axis=0)
             take = key > best
             best = tl.where(take, key, best)
             where = tl.where(take, c, where)
-        packed = (best.to(tl.int64) << 31) | (0x7FFFFFFF - (where * BLOCK + lane)).to(tl.int64)
-        tl.store(Keys + (first0 + i) * pieces + piece, tl.max(packed, axis=0))
+        highest = tl.max(best, axis=0)
+        v = where[None, :] * BLOCK + deep
+        again = (best == highest)[None, :] & (v < V)
+        z = tl.load(base + v, mask=again, other=0.0).to(tl.float32)
+        found = tl.where(again & (order_key(z) == highest), v, 0x7FFFFFFF)
+        index = tl.min(tl.min(found, axis=0), axis=0)
+        packed = (highest.to(tl.int64) << 31) | (0x7FFFFFFF - index).to(tl.int64)
+        tl.store(Keys + (first0 + i) * pieces + piece, packed)
         done = tl.atomic_add(Done + b0, 1, sem="acq_rel")
         if done == (live0 + 1) * pieces - 1:
             tl.store(Done + b0, 0)
@@ -235,7 +254,7 @@ def _fused_kernel(
                 Draft, draft_row, stride_d, Keys, Keys, pieces, Logits, V,
                 Spent, Budget, Gate, Cap, Norm,
                 Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-                K, True, IDS, ACCEPT, REPORT, CUT, COUNT,
+                K, KP, True, IDS, ACCEPT, REPORT, CUT, COUNT,
             )  # fmt: skip
 
 
@@ -296,6 +315,7 @@ class Launch:
         )
         flags = {
             "K": self.draft_ids.shape[1],
+            "KP": triton.next_power_of_2(self.draft_ids.shape[1] + 1),
             "HAS_SLOTS": self.slots is not None,
             "RAGGED": ragged,
             "HAS_LIVE": self.live is not None,
@@ -314,7 +334,7 @@ class Launch:
         return (0, self.logits.stride(0)) if self.logits.ndim == 2 else (self.logits.stride(0), self.logits.stride(1))
 
 
-def walk(launch: Launch, top: Tensor, lanes: int = 32) -> None:
+def walk(launch: Launch, top: Tensor, lanes: int = 8) -> None:
     """Form (a): `top` [rows] int, the engine's argmax of every row, contiguous."""
     B = launch.length.shape[0]
     if B == 0:
@@ -348,11 +368,13 @@ def fused(launch: Launch, keys: Tensor, done: Tensor) -> None:
         return
     pieces, block, warps = TUNING or plan(B, K, V)
     blocks = triton.cdiv(V, block)
+    vector = 16 // launch.logits.element_size()  # 16-byte loads; one thread owns DEEP of them in a block
+    deep = max(1, block // (warps * 32 * vector))
     tensors, flags = launch.arguments()
     _fused_kernel[(pieces, K + 1, B)](
         launch.draft_ids, launch.draft_ids.stride(0), launch.logits, *launch.strides, V,
         blocks, triton.cdiv(blocks, pieces), pieces, keys, done, *tensors,
-        BLOCK=block, **flags, num_warps=warps,
+        DEEP=deep, BLOCK=block, **flags, num_warps=warps,
     )  # fmt: skip
 
 

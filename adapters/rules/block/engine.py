@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from adapters.rules.block import naive
-from adapters.rules.block.noise import CHUNK, PIECE, TOKEN, exponential, uniform
+from adapters.rules.block.noise import CHUNK, of_pieces, of_tokens, uniform
 from adapters.rules.common import COUNTERS, FLOATS, INTS, MAX_DRAFTS, RuleError, check, prefix_length, use_kernel
 
 
@@ -55,6 +55,8 @@ class SampledState:
             raise RuleError(f"rule: expected block or chain, found {rule!r}")
         if not 1 <= K <= MAX_DRAFTS:
             raise RuleError(f"K: expected 1..{MAX_DRAFTS} drafts, found {K}")
+        if chunk < 16 or chunk & (chunk - 1):
+            raise RuleError(f"chunk: expected a power of two >= 16, found {chunk}")
         device = torch.empty(0, device=device).device
         self.rule, self.K, self.rows, self.vocabulary, self.chunk = rule, K, rows, vocabulary, chunk
         self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -197,7 +199,8 @@ class SampledState:
         """A race among chunks by their mass, then inside the winning one. mass [V] -> id."""
         chunks = [part.clamp(min=0).nan_to_num().sum() for part in mass.split(self.chunk)]
         totals = torch.stack(chunks)
-        noise = exponential(seed, step, PIECE, row, torch.arange(len(totals)))
+        noise = of_pieces(seed, step, row, torch.arange(len(totals)))
         first = int(naive.race(totals[None], noise[None])) * self.chunk
         tokens = torch.arange(first, min(first + self.chunk, len(mass)))
-        return tokens[naive.race(mass[tokens][None], exponential(seed, step, TOKEN, row, tokens)[None])[0]]
+        noise = of_tokens(seed, step, row, tokens, self.chunk)
+        return tokens[naive.race(mass[tokens][None], noise[None])[0]]

@@ -3,7 +3,7 @@
 Four small launches, no [B, K, V] tensor of probabilities:
 1. `stats` (logits only): maximum and exponential sum of every chunk of every row, one pass over the logits.
 2. `prepare`: p and q at the drafts by gathers, every w_i, and which positions the coins leave open. h_i <= w_i, and
-   what is known of S_i from the drafted token alone bounds h_i from both sides, so most coins are settled here.
+   the drafted token and the masses of whole chunks bound S_i, so most coins are settled here.
 3. `mass`: S_i by chunks, only for open positions.
 4. `finish`: h_i, the stop position, and the bonus: a race among the chunks by their mass, then inside the winning one.
 
@@ -33,19 +33,18 @@ _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _bits(seed, step, kind, row, token):
-    """32 random bits for (seed, step, kind, row, token); token may be a tensor."""
+def _words(seed, step, kind, row, token):
+    """Four times 32 random bits for (seed, step, kind, row, token); token a tensor."""
     c1 = token * 0 + (kind + 4 * row)
     c2 = token * 0 + (step & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
     c3 = token * 0 + ((step >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    r, _, _, _ = tl.philox(seed, token, c1, c2, c3)
-    return r.to(tl.uint32, bitcast=True)
+    return tl.philox(seed, token, c1, c2, c3)
 
 
 @triton.jit
 def _exponential(bits):
     """Exp(1) from 32 bits, fine near 0 where a race is won: -log(1 - u), u = bits / 2^32."""
-    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    u = (bits.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     return tl.where(u < 0.01, u * (1.0 + u * (0.5 + u * 0.3333333333)), -tl.log(1.0 - u))
 
 
@@ -93,8 +92,8 @@ def _stats_kernel(
 
 
 @triton.jit
-def _row_totals(Peak, Sum, rows, here, chunks, scale, CP: tl.constexpr):
-    """Peak and exponential sum of whole rows from those of their chunks. rows [KP] -> ([KP], [KP])."""
+def _rows_by_chunk(Peak, Sum, rows, here, chunks, scale, CP: tl.constexpr):
+    """Of whole rows [R]: peak, exponential sum, and that sum chunk by chunk [R, CP], all relative to the peak."""
     c = tl.arange(0, CP)
     at = rows[:, None] * chunks + c[None, :]
     mask = here[:, None] & (c < chunks)[None, :]
@@ -102,7 +101,8 @@ def _row_totals(Peak, Sum, rows, here, chunks, scale, CP: tl.constexpr):
     sums = tl.load(Sum + at, mask=mask, other=0.0)
     peak = tl.max(peaks, axis=1)
     ground = tl.where(peak == float("-inf"), 0.0, peak)
-    return peak, tl.sum(sums * tl.exp2((peaks - ground[:, None]) * scale), axis=1)
+    sums = sums * tl.exp2((peaks - ground[:, None]) * scale)
+    return peak, tl.sum(sums, axis=1), sums
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -132,7 +132,7 @@ def _prepare_kernel(
         if LOGITS:
             scale = 1.4426950408889634 / tl.load(TempT + slot)
             rows = b * (2 * K + 1) + lane
-            peak, total = _row_totals(Peak, Sum, rows, lane <= live, chunks, scale, CP)
+            peak, total, parts = _rows_by_chunk(Peak, Sum, rows, lane <= live, chunks, scale, CP)
             if ONE_HOT:
                 z = tl.where(known, p, float("-inf"))
                 top = tl.where(z > peak, z, peak)
@@ -149,7 +149,7 @@ def _prepare_kernel(
             if LOGITS:
                 scale_d = 1.4426950408889634 / tl.load(TempD + slot)
                 rows_d = b * (2 * K + 1) + K + 1 + lane
-                peak_d, total_d = _row_totals(Peak, Sum, rows_d, drafted, chunks, scale_d, CP)
+                peak_d, total_d, parts_d = _rows_by_chunk(Peak, Sum, rows_d, drafted, chunks, scale_d, CP)
                 tl.store(RowPeak + rows_d, peak_d, mask=drafted)
                 tl.store(RowSum + rows_d, total_d, mask=drafted)
                 q = tl.where(known, tl.math.div_rn(tl.exp2((q - peak_d) * scale_d), total_d), 0.0)
@@ -164,7 +164,8 @@ def _prepare_kernel(
             eta = tl.load(EtaIn + b * stride_e + coin, mask=coined, other=2.0).to(tl.float32)
         else:
             seed, step = tl.load(Seeds + slot), tl.load(Steps + slot)
-            eta = (_bits(seed, step, _ETA, 0, coin) >> 8).to(tl.float32) * 5.9604644775390625e-08
+            word, _, _, _ = _words(seed, step, _ETA, 0, coin)
+            eta = (word.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) * 5.9604644775390625e-08
             eta = tl.where(coined, eta, 2.0)
         if CHAIN:
             h = tl.minimum(ratio, 1.0)
@@ -181,7 +182,11 @@ def _prepare_kernel(
                 running = tl.where(running >= 0.0, running, 0.0)
                 w = tl.where(lane == i, running, w)
             wp = w * p
-            low = tl.maximum(wp - q, 0.0) - _SLACK
+            low = tl.maximum(wp - q, 0.0)
+            if LOGITS and not ONE_HOT:  # S_i is at least what is left when whole chunks are compared
+                excess = parts * (w / total)[:, None] - parts_d / total_d[:, None]
+                low = tl.maximum(low, tl.sum(tl.where(excess > 0.0, excess, 0.0), axis=1))
+            low -= _SLACK
             high = tl.maximum(w - tl.minimum(wp, q), 0.0) + _SLACK
             inner = (lane > 0) & drafted & (w > 0.0)
             sure = inner & (low > 0.0) & (eta <= tl.math.div_rn(low, low + 1.0 - w))
@@ -244,7 +249,10 @@ def _mass_kernel(
 ):  # fmt: skip
     """Program (piece, position, request): mass of `per` chunks of an open position; p itself at position live."""
     piece, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    if tl.load(Open + b * KP + i) > 0:
+    state = tl.load(Open + b * KP + i)
+    if LOGITS and HAS_LIVE:  # `stats` has the masses of p
+        state = tl.where(i < tl.load(Live + b).to(tl.int32), state, 0)
+    if state > 0:
         slot = b
         if HAS_SLOTS:
             slot = tl.load(Slots + b).to(tl.int64)
@@ -264,26 +272,6 @@ def _mass_kernel(
                 peak, total, scale, peak_d, total_d, scale_d, ONE_HOT, LOGITS,
             )  # fmt: skip
             tl.store(Mass + (b * (K + 1) + i) * chunks + c, tl.sum(left, axis=0))
-
-
-@triton.jit
-def _chunk_mass(
-    b, i, rows, here, w, full, chunks, Peak, Sum, RowPeak, RowSum, Mass, scale,
-    K: tl.constexpr, CP: tl.constexpr, FROM_STATS: tl.constexpr,
-):  # fmt: skip
-    """Mass of every chunk of positions i [R], from `mass`, or (nothing to subtract) from `stats`. -> [R, CP]."""
-    c = tl.arange(0, CP)
-    mask = here[:, None] & (c < chunks)[None, :]
-    if FROM_STATS:
-        at = rows[:, None] * chunks + c[None, :]
-        peaks = tl.load(Peak + at, mask=mask, other=float("-inf"))
-        sums = tl.load(Sum + at, mask=mask, other=0.0)
-        peak = tl.load(RowPeak + rows, mask=here, other=0.0)
-        total = tl.load(RowSum + rows, mask=here, other=1.0)
-        mass = sums * tl.exp2((peaks - peak[:, None]) * scale) / total[:, None] * tl.where(full, 1.0, w)[:, None]
-    else:
-        mass = tl.load(Mass + (b * (K + 1) + i)[:, None] * chunks + c[None, :], mask=mask, other=0.0)
-    return tl.where(mask & (mass > 0.0), mass, 0.0)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -307,86 +295,102 @@ def _finish_kernel(
         live = K
         if HAS_LIVE:
             live = tl.minimum(tl.maximum(tl.load(Live + b).to(tl.int32), 0), K)
-        lane = tl.arange(0, KP)
-        state = tl.load(Open + b * KP + lane)
-        scale = 1.0
-        if LOGITS:
-            scale = 1.4426950408889634 / tl.load(TempT + slot)
-        if CHAIN:
-            tau = tl.max(tl.where(state > 0, lane, 0), axis=0)
-        else:
-            w = tl.load(W + b * KP + lane)
-            eta = tl.load(Eta + b * KP + lane)
-            rows = b * (2 * K + 1) + lane
-            inside = (state > 0) & (lane < live)
-            masses = _chunk_mass(
-                b, lane, rows, inside, w, lane == live, chunks, Peak, Sum, RowPeak, RowSum, Mass, scale,
-                K, CP, LOGITS and ONE_HOT,
-            )  # fmt: skip
-            S = tl.sum(masses, axis=1)
-            h = tl.where(S > 0.0, S / (S + 1.0 - w), 0.0)
-            good = inside & (lane > 0) & (eta <= h) & (h > 0.0)
-            tau = tl.max(tl.where(good | (state == 2), lane, 0), axis=0)
-        full = tau == live
-        w_tau = tl.load(W + b * KP + tau)
-        one = tl.arange(0, 1)
-        if LOGITS and not ONE_HOT:
-            from_mass = _chunk_mass(
-                b, one + tau, one + b * (2 * K + 1) + tau, (one >= 0) & (full == 0), one + w_tau, (one >= 0) & full,
-                chunks, Peak, Sum, RowPeak, RowSum, Mass, scale, K, CP, False,
-            )  # fmt: skip
-            from_stats = _chunk_mass(
-                b, one + tau, one + b * (2 * K + 1) + tau, (one >= 0) & full, one + w_tau, (one >= 0) & full,
-                chunks, Peak, Sum, RowPeak, RowSum, Mass, scale, K, CP, True,
-            )  # fmt: skip
-            mass = tl.sum(from_mass + from_stats, axis=0)
-        else:
-            mass = tl.sum(
-                _chunk_mass(
-                    b, one + tau, one + b * (2 * K + 1) + tau, one >= 0, one + w_tau, (one >= 0) & full,
-                    chunks, Peak, Sum, RowPeak, RowSum, Mass, scale, K, CP, LOGITS,
-                ),
-                axis=0,
-            )  # fmt: skip
-        empty = (tl.sum(mass, axis=0) > 0.0) == 0
-        begin, end = 0, V
         seed, step = slot * 0, slot * 0
         if not INJECT:
             seed, step = tl.load(Seeds + slot), tl.load(Steps + slot)
-            c = tl.arange(0, CP)
-            race = tl.where(mass > 0.0, mass / _exponential(_bits(seed, step, _PIECE, tau, c)), -1.0)
+        lane = tl.arange(0, KP)
+        c = tl.arange(0, CP)
+        in_row = (c < chunks)[None, :]
+        state = tl.load(Open + b * KP + lane)
+        w = tl.load(W + b * KP + lane)
+        eta = tl.load(Eta + b * KP + lane)
+        x = tl.load(Draft + b * stride_d + lane, mask=lane < live, other=-1).to(tl.int64)
+        one = tl.full([KP], 1.0, tl.float32)
+        peak, total, scale, peak_d, total_d, scale_d = lane * 0.0, one, 1.0, lane * 0.0, one, 1.0
+        rows = b * (2 * K + 1) + lane
+        if LOGITS:
+            scale = 1.4426950408889634 / tl.load(TempT + slot)
+            peak = tl.load(RowPeak + rows, mask=lane <= live, other=0.0)
+            total = tl.load(RowSum + rows, mask=lane <= live, other=1.0)
+            if not ONE_HOT:
+                scale_d = 1.4426950408889634 / tl.load(TempD + slot)
+                peak_d = tl.load(RowPeak + rows + K + 1, mask=lane < live, other=0.0)
+                total_d = tl.load(RowSum + rows + K + 1, mask=lane < live, other=1.0)
+        # Masses of the chunks of every position; those of shut positions are whatever memory held, and unused.
+        if LOGITS and ONE_HOT:
+            at = rows[:, None] * chunks + c[None, :]
+            mask = (lane <= live)[:, None] & in_row
+            peaks = tl.load(Peak + at, mask=mask, other=float("-inf"))
+            sums = tl.load(Sum + at, mask=mask, other=0.0)
+            masses = sums * tl.exp2((peaks - peak[:, None]) * scale) * (tl.where(lane == live, 1.0, w) / total)[:, None]
+        else:
+            at = (b * (K + 1) + lane)[:, None] * chunks + c[None, :]
+            masses = tl.load(Mass + at, mask=(lane <= live)[:, None] & in_row, other=0.0)
+            if LOGITS:
+                last = b * (2 * K + 1) + live
+                peak_p, total_p = tl.load(RowPeak + last), tl.load(RowSum + last)
+                peaks = tl.load(Peak + last * chunks + c, mask=c < chunks, other=float("-inf"))
+                sums = tl.load(Sum + last * chunks + c, mask=c < chunks, other=0.0)
+                p_masses = sums * tl.exp2((peaks - peak_p) * scale) / total_p
+                masses = tl.where((lane == live)[:, None], p_masses[None, :], masses)
+        masses = tl.where((state > 0)[:, None] & (masses > 0.0), masses, 0.0)
+        if CHAIN:
+            tau = tl.max(tl.where(state > 0, lane, 0), axis=0)
+        else:
+            S = tl.sum(masses, axis=1)
+            h = tl.where(S > 0.0, S / (S + 1.0 - w), 0.0)
+            good = (state > 0) & (lane < live) & (lane > 0) & (eta <= h) & (h > 0.0)
+            tau = tl.max(tl.where(good | (state == 2), lane, 0), axis=0)
+        full = tau == live
+        here = lane == tau
+        mass = tl.sum(tl.where(here[:, None], masses, 0.0), axis=0)
+        empty = (tl.sum(mass, axis=0) > 0.0) == 0
+        begin, end = 0, V
+        if not INJECT:
+            word, _, _, _ = _words(seed, step, _PIECE, tau, c)
+            race = tl.where(mass > 0.0, mass / _exponential(word), -1.0)
             chosen = tl.min(tl.where(race == tl.max(race, axis=0), c, CP), axis=0)
             begin = tl.where(empty, 0, chosen * CHUNK)
             end = tl.where(empty, V, tl.minimum(chosen * CHUNK + CHUNK, V))
-        peak, total, scale_t, peak_d, total_d, scale_d, x = _law_of_row(
-            b, tau, live, slot, RowPeak, RowSum, TempT, TempD, Draft, stride_d, K, ONE_HOT, LOGITS
-        )
+        w_tau = tl.sum(tl.where(here, w, 0.0), axis=0)
+        x_tau = tl.sum(tl.where(here, x, 0), axis=0)
+        peak_t, total_t = tl.sum(tl.where(here, peak, 0.0), axis=0), tl.sum(tl.where(here, total, 0.0), axis=0)
+        peak_q, total_q = tl.sum(tl.where(here, peak_d, 0.0), axis=0), tl.sum(tl.where(here, total_d, 0.0), axis=0)
         target = b * target_b + tau.to(tl.int64) * target_r
         draft = b * draft_b + tau.to(tl.int64) * draft_r
-        tokens = tl.arange(0, CHUNK)
-        ahead = tl.full([CHUNK], -2.0, tl.float32)
-        who = tl.zeros([CHUNK], tl.int32)
+        QUARTER: tl.constexpr = CHUNK // 4
+        tokens = tl.arange(0, QUARTER)
+        ahead = tl.full([QUARTER], -2.0, tl.float32)
+        who = tl.zeros([QUARTER], tl.int32)
         for v0 in range(begin, end, CHUNK):
-            v = v0 + tokens
-            left = _law(
-                Target, target, DraftZ, draft, v, v < end, x, w_tau, full | empty,
-                peak, total, scale_t, peak_d, total_d, scale_d, ONE_HOT, LOGITS,
-            )  # fmt: skip
-            if INJECT:
-                noise = tl.load(NoiseIn + b * stride_n + v, mask=v < end, other=1.0).to(tl.float32)
-            else:
-                noise = _exponential(_bits(seed, step, _TOKEN, tau, v))
-            score = tl.where(left > 0.0, tl.math.div_rn(left, noise), tl.where(v < end, -1.0, -2.0))
-            take = score > ahead
-            ahead = tl.where(take, score, ahead)
-            who = tl.where(take, v, who)
+            if not INJECT:
+                word0, word1, word2, word3 = _words(seed, step, _TOKEN, tau, v0 // 4 + tokens)
+            for j in tl.static_range(4):
+                v = v0 + j * QUARTER + tokens
+                left = _law(
+                    Target, target, DraftZ, draft, v, v < end, x_tau, w_tau, full | empty,
+                    peak_t, total_t, scale, peak_q, total_q, scale_d, ONE_HOT, LOGITS,
+                )  # fmt: skip
+                if INJECT:
+                    noise = tl.load(NoiseIn + b * stride_n + v, mask=v < end, other=1.0).to(tl.float32)
+                elif j == 0:
+                    noise = _exponential(word0)
+                elif j == 1:
+                    noise = _exponential(word1)
+                elif j == 2:
+                    noise = _exponential(word2)
+                else:
+                    noise = _exponential(word3)
+                score = tl.where(left > 0.0, tl.math.div_rn(left, noise), tl.where(v < end, -1.0, -2.0))
+                take = score > ahead
+                ahead = tl.where(take, score, ahead)
+                who = tl.where(take, v, who)
         winner = tl.max(ahead, axis=0)
         bonus = tl.min(tl.where(ahead == winner, who, 0x7FFFFFFF), axis=0).to(tl.int64)
         tl.store(Length + b, tau)
         tl.store(Bonus + b, bonus)
         if IDS:
-            drafts = tl.load(Draft + b * stride_d + lane, mask=lane < live, other=0).to(tl.int64)
-            tl.store(Ids + b * (K + 1) + lane, tl.where(lane < tau, drafts, bonus), mask=lane <= live)
+            tl.store(Ids + b * (K + 1) + lane, tl.where(lane < tau, x, bonus), mask=lane <= live)
         if COUNT:
             row = Counts + slot * _COUNTERS
             tl.store(row, tl.load(row) + 1)
@@ -462,8 +466,8 @@ class Launch:
 class Tuning:
     """Warps of the two passes, and how many programs each should have at least (it has one per chunk at most)."""
 
-    warps: int = 8
-    programs: int = 4096
+    warps: int = 4
+    programs: int = 8192
 
 
 TUNING = Tuning()

@@ -8,7 +8,7 @@ from adapters.rules.asd import AsdConfig, Params, settle
 from adapters.rules.asd.engine import AsdState
 from adapters.rules.block import naive
 from adapters.rules.block.engine import SampledState
-from adapters.rules.block.noise import TOKEN, bits, exponential, uniform
+from adapters.rules.block.noise import CHUNK, of_tokens, uniform, words
 from adapters.rules.common import COUNTERS
 
 CONFIGS = [
@@ -226,10 +226,12 @@ def test_answers_do_not_depend_on_the_batch(path, on):
 def test_counter_noise_is_philox():
     """Known answers of Philox-4x32-10 (Random123, kat_vectors), and the moments of what is made of it."""
     zero, ones = torch.tensor(0), torch.tensor(-1)
-    assert int(bits(zero, zero, 0, 0, zero)) == 0x6627E8D5
-    assert int(bits(ones, ones, 3, 2**30 - 1, torch.tensor(0xFFFFFFFF))) == 0x408F276D
+    assert int(words(zero, zero, 0, 0, zero)[0]) == 0x6627E8D5
+    assert [int(word) for word in words(zero, zero, 0, 0, zero)][1:] == [0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert int(words(ones, ones, 3, 2**30 - 1, torch.tensor(0xFFFFFFFF))[0]) == 0x408F276D
     n = 20_000
-    noise = exponential(torch.tensor(5), torch.tensor(2**40), TOKEN, 3, torch.arange(n)).double()
+    noise = of_tokens(torch.tensor(5), torch.tensor(2**40), 3, torch.arange(n)).double()
+    assert len(noise.unique()) > n - 100, "no token shares another's word"
     assert float(noise.mean()) == pytest.approx(1, abs=5 / n**0.5)
     assert float((noise < 0.01).double().mean()) == pytest.approx(0.00995, abs=5 * (0.01 / n) ** 0.5)
     coins = uniform(torch.tensor(5), torch.tensor(1), torch.arange(n)).double()
@@ -240,10 +242,10 @@ def test_counter_noise_is_philox():
 @pytest.mark.parametrize("rule", ["block", "chain"])
 def test_sampled_law_over_many_steps(rule):
     """The first committed token over replayed steps is distributed as the target's: counter noise, two-stage race."""
-    V, n = 6, 300
+    V, n = 40, 300
     gen = torch.Generator().manual_seed(6)
     zp, zq = torch.randn(1, 2, V, generator=gen), torch.randn(1, 1, V, generator=gen)
-    state = SampledState(rule, 1, 1, 1, V, "cpu", chunk=2)
+    state = SampledState(rule, 1, 1, 1, V, "cpu", chunk=16)
     state.assign([0], [99])
     drafts = torch.multinomial(zq[0, 0].softmax(-1), n, replacement=True, generator=gen)
     first = []
@@ -285,7 +287,7 @@ def test_engine_rule_is_the_rule(path, on):
     eta = uniform(seeds, zero, torch.arange(K)[None])
     live = torch.full((B,), K, dtype=torch.int32)
     want = naive.accept(ids, p, q, eta, torch.ones(B, V), live)
-    noise = exponential(seeds, zero, TOKEN, want.length[:, None].long(), torch.arange(V)[None])
+    noise = of_tokens(seeds, zero, want.length[:, None].long(), torch.arange(V)[None], CHUNK)
     want = naive.accept(ids, p, q, eta, noise, live)
     got = state.from_probs(ids.to(on), p.to(on), q.to(on), torch.arange(B, device=on))
     assert torch.equal(got.length.cpu(), want.length)
