@@ -94,7 +94,8 @@ class Worker:
     drafts: int  # K
     device: torch.device
     slots: Callable[[], int]
-    broadcast: Callable[[Tensor], Any] | None = None
+    group: Any = None  # the tensor-parallel group, where it has more than one rank
+    broadcasts: bool = False  # the engine leaves it to us that ranks agree on the accepted lengths
 
 
 class Adapter:
@@ -215,9 +216,9 @@ class Adapter:
             out = original(**kwargs)
         finally:
             step.logits = None
-        if self.worker.broadcast is not None:
+        if self.worker.broadcasts:
             for tensor in out:
-                self.worker.broadcast(tensor)
+                self.worker.group.broadcast(tensor, src=0)
         return out
 
     def _capped(self, layout: Any, rows: int) -> SimpleNamespace:
@@ -356,7 +357,20 @@ class Adapter:
         if self.worker is not None and int(sampling.fault(self.worker.device)):
             self.telemetry.of("block").fall_back(FAULT)
             sampling.fault(self.worker.device).zero_()
-        return dict(original(worker) or {}) | {CUSTOM_PARAM: self.telemetry.snapshot()}
+        snapshot = self.telemetry.snapshot()
+        if self.worker is not None and self.worker.group is not None:
+            snapshot["ledger_spread"] = self._ledger_spread(self.worker.group)
+        return dict(original(worker) or {}) | {CUSTOM_PARAM: snapshot}
+
+    def _ledger_spread(self, group: Any) -> float:
+        """Largest difference, in nats, of any rank's ledger from rank 0's. Every rank answers the request for it."""
+        if self.ledger is None:
+            return 0.0
+        first = self.ledger.spent.clone()
+        group.broadcast(first, src=0)
+        spread = (self.ledger.spent - first).abs().max()
+        torch.distributed.all_reduce(spread, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
+        return float(spread)
 
     def clear(self, original: Callable, worker: Any) -> None:
         """POST /set_internal_state {"server_args": {"dspark_clear_info_records": 1}}."""
@@ -386,8 +400,9 @@ class Adapter:
             drafts=int(worker.gamma),
             device=torch.device(worker.device),
             slots=lambda: int(worker.model_runner.req_to_token_pool.req_to_token.shape[0]),
-            broadcast=self._broadcast(),
+            group=tensor_parallel_group(),
         )
+        self.worker.broadcasts = self.worker.group is not None and not seams.since(self.version, seams.TP_SYNC_SINCE)
         self.refused = refusals(worker, server_args)
         if getattr(worker._verify_executor, "_block_verification", False):
             self.native_sampled = NATIVE_BLOCK
@@ -400,15 +415,6 @@ class Adapter:
         if "asd" not in self.refused:
             self.probe()
         self.telemetry.armed = True
-
-    def _broadcast(self) -> Callable[[Tensor], Any] | None:
-        """Releases whose ranks do not agree on the accepted lengths: rank 0's are everyone's."""
-        if seams.since(self.version, seams.TP_SYNC_SINCE):
-            return None
-        from sglang.srt.distributed import get_tp_group
-
-        group = get_tp_group()
-        return None if group.world_size == 1 else lambda tensor: group.broadcast(tensor, src=0)
 
     def probe(self) -> None:
         """Drive the engine's own greedy accept: the second draft misses by 1 nat, once with budget 2, once with 0."""
@@ -480,6 +486,14 @@ def _write(out: Tensor, value: Tensor, rows: Tensor | None) -> None:
     else:
         mask = rows.view(-1, *[1] * (out.ndim - 1))
         out.copy_(torch.where(mask, value.to(out.dtype), out))
+
+
+def tensor_parallel_group() -> Any:
+    """The engine's tensor-parallel group, or None on a single rank."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    return None if group.world_size == 1 else group
 
 
 def is_hooked(path: str, method: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,11 +226,11 @@ def test_an_accept_inside_the_graph_is_refused(worker):
 def test_ranks_take_rank_zeros_answer_where_the_engine_does_not_see_to_it(adapter, worker):
     sent = []
 
-    def broadcast(tensor):
+    def broadcast(tensor, src):
         sent.append(tensor)
         tensor.fill_(1)
 
-    adapter.worker.broadcast = broadcast
+    adapter.worker.group, adapter.worker.broadcasts = SimpleNamespace(broadcast=broadcast), True
     req = request("r", policy=WIDE)
     prefilled(worker, [req], [1])
     result = worker.forward_batch_generation(decode([req], [1], *one_relaxed(1.0)))

@@ -125,6 +125,17 @@ def test_the_engines_own_block_verification_is_told_apart(adapter):
     assert adapter.state(req).key == "block (engine)"
 
 
+def test_ranks_that_the_engine_does_not_align_are_aligned_here(adapter, monkeypatch):
+    group = SimpleNamespace(world_size=2)
+    monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: group)
+    adapter.arm(ToyWorker(5), server_args(tp_size=2))
+    assert adapter.worker.group is group
+    assert adapter.worker.broadcasts == (sglang.__version__ in ("0.5.16", "0.5.17", "0.5.18"))
+    monkeypatch.setenv("SGLANG_SPEC_TP_SYNC", "init")
+    adapter.arm(ToyWorker(5), server_args(tp_size=2))
+    assert "SGLANG_SPEC_TP_SYNC" in adapter.refused["asd"]
+
+
 def test_a_policy_on_a_server_without_dspark_is_refused(adapter):
     adapter.scheduler_start(lambda *a: None, None)  # nothing asked for: any server may start
     adapter.arming = Arming(default=WIDE)
