@@ -18,13 +18,13 @@ WARM = 8  # two probes and two warm-up items of three arms
 def running(overrides, ticks, tmp_path):
     """A run of 300 items, stopped by `stop` after its 12th measured answer: (status, stderr)."""
 
-    def stop(number: signal.Signals, *more: str) -> tuple[int, str]:
+    def stop(number: signal.Signals, *more: str, fault: str = "slow", answers: int = WARM + 12) -> tuple[int, str]:
         argv = [sys.executable, "-m", "harness", *overrides, "limit=300", *more]
         here = os.path.dirname(os.path.dirname(__file__))
-        environment = os.environ | {"PYTHONPATH": here, "FAKE_FAULT": "slow"}
+        environment = os.environ | {"PYTHONPATH": here, "FAKE_FAULT": fault}
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
         with open(ticks, "rb") as pipe:
-            pipe.read(WARM + 12)
+            pipe.read(answers)
             os.killpg(process.pid, number)
             _, err = process.communicate()
             pipe.read()  # ends when the engine has ended
@@ -65,3 +65,12 @@ def test_a_stopped_gate_keeps_its_rows(running, tmp_path):
     (run,) = read_all(tmp_path / "results")
     assert run.record.status == "incomplete"
     assert run.rows
+
+
+def test_an_engine_that_is_still_starting_is_stopped(running, tmp_path):
+    status, err = running(signal.SIGINT, fault="never-ready", answers=0)
+    assert status == 130
+    assert "stopped by SIGINT" in err
+    (run,) = read_all(tmp_path / "results")
+    assert run.record.status == "incomplete"
+    assert run.rows == []
