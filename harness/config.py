@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -140,14 +140,63 @@ class EngineConfig:
 
 @dataclass
 class LaunchConfig:
-    """How the engine is brought up. stop_timeout_s: seconds between SIGTERM and SIGKILL."""
+    """How the engine is brought up. stop_timeout_s: seconds between SIGTERM and SIGKILL.
+
+    Of docker alone: replicas: servers, each on GPUs of its own, which share the items (None: one, or what the named
+    image says). gpus: device ids (None: 0, 1, ...). port: of the first replica on `publish` (None: a free one).
+    publish: address the ports are bound to. hub_cache: the hub's cache on the engine's machine (None: this one's).
+    offline: false: the container may download, into a cache that goes with it. code: where answers to coding items run.
+    """
 
     name: str = ""
     stop_timeout_s: float = 20.0
+    replicas: int | None = None
+    gpus: list[int] | None = None
+    port: int | None = None
+    publish: str = "127.0.0.1"
+    hub_cache: str | None = None
+    offline: bool = True
+    code: str = "process"
 
     def __post_init__(self) -> None:
         _one_of("launch", "name", self.name, ("process", "attach", "docker"))
+        _one_of("launch", "code", self.code, ("process", "container"))
         _at_least(self, "launch", 0, "stop_timeout_s")
+        _at_least(self, "launch", 1, "replicas", "port")
+
+
+@dataclass
+class ImageConfig:
+    """An image of recipes/docker-images and what its container needs. `auto`: the first that fits model and engine.
+
+    folder: of its Dockerfile. folder_takes_engine: the Dockerfile has a target per engine. reference: the image to run
+    (None: what `make images` built). replicas: servers where this image is named and launch.replicas is not.
+    gpus: per server (None: the model's). cards: parts of GPU names it runs on (empty: any); cards_why: why.
+    shm_gib, memory_gib, pids, cpus: limits of one container. ipc: `private` or `host`. env, flags: of the engine.
+    """
+
+    name: str = ""
+    folder: str = ""
+    folder_takes_engine: bool = False
+    engine: str = ""
+    models: list[str] = field(default_factory=list)
+    reference: str | None = None
+    replicas: int = 1
+    gpus: int | None = None
+    cards: list[str] = field(default_factory=list)
+    cards_why: str = ""
+    shm_gib: float = 1.0
+    memory_gib: float | None = None
+    cpus: float | None = None
+    pids: int = 4096
+    ipc: str = "private"
+    env: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("image", "ipc", self.ipc, ("private", "host"))
+        _at_least(self, "image", 0, "gpus", "shm_gib", "memory_gib", "cpus")
+        _at_least(self, "image", 1, "replicas", "pids")
 
 
 @dataclass
@@ -203,6 +252,7 @@ KINDS: dict[str, type] = {
     "policy": PolicyConfig,
     "engine": EngineConfig,
     "launch": LaunchConfig,
+    "image": ImageConfig,
     "traffic": TrafficConfig,
     "task": TaskConfig,
 }
@@ -217,6 +267,7 @@ class Config:
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(rule="strict"))
     engine: EngineConfig = field(default_factory=EngineConfig)
     launch: LaunchConfig = field(default_factory=lambda: LaunchConfig(name="process"))
+    image: ImageConfig = field(default_factory=lambda: ImageConfig(name="auto"))
     traffic: TrafficConfig = field(default_factory=TrafficConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     url: str | None = None
@@ -278,6 +329,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
     overrides = [_verbatim(text) for text in overrides]
     named = _check_names(overrides)
     config = _compose(overrides)
+    if config.launch.name == "docker":
+        settle_image(config, named)
     settle_policy(config, named)
     traffic = config.traffic
     traffic.data = str(Path(config.data).expanduser().resolve()) if config.data else traffic.data
@@ -351,6 +404,27 @@ def settle_policy(config: Config, named: Collection[str] = ()) -> None:
             setattr(config.policy, name, value)
     config.policy.__post_init__()
     config.policy_source = source + (f", {', '.join(sorted(kept))} from the command line" if kept else "")
+
+
+def settle_image(config: Config, named: Collection[str] = ()) -> None:
+    """launch=docker: the image for the model and the engine, and the engine for the image where none was asked for."""
+    model, asked = config.model.name, "engine" in named
+    if config.image.name == "auto":
+        fits = [each for each in (member("image", name) for name in choices("image")) if model in each.models]
+        fits = [each for each in fits if not asked or each.engine == config.engine.name]
+        if not fits:
+            raise ConfigError(f"image: none for {model}" + (f" on {config.engine.name}" if asked else ""))
+        found = fits[0]
+        kept = {key.partition(".")[2] for key in named if key.startswith("image.")}
+        config.image = replace(found, **{name.partition(".")[0]: getattr(config.image, name) for name in kept})
+        config.launch.replicas = config.launch.replicas or 1
+    config.launch.replicas = config.launch.replicas or config.image.replicas
+    if asked and config.image.engine != config.engine.name:
+        raise ConfigError(f"engine: image {config.image.name} has {config.image.engine}, found {config.engine.name!r}")
+    if config.engine.name != config.image.engine:
+        own = {key.partition(".")[2] for key in named if key.startswith("engine.")}
+        given = {name: getattr(config.engine, name) for name in own if "." not in name}
+        config.engine = replace(member("engine", config.image.engine), **given)
 
 
 def read_calibration(path: Path) -> dict[str, Any]:

@@ -30,6 +30,11 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
+def commit_time() -> str | None:
+    """Of the commit, ISO 8601; None outside a git checkout."""
+    return _git("log", "-1", "--format=%cI")
+
+
 def code() -> dict[str, Any]:
     """Commit, whether the code differs from it, and the SHA-256 of the code as it lies on disk.
 
