@@ -31,23 +31,23 @@ def columns(matrix: Tensor) -> Tensor:
 
 
 class Norm:
-    """RMSNorm. fold: leave the weight to the matrix behind it, which gets it from `folded`."""
+    """RMSNorm. fold: leave the weight to the matrix behind it, which gets it from `folded` (float32 only)."""
 
-    def __init__(self, weight: Tensor, eps: float, fold: bool) -> None:
-        self.weight, self.eps, self.fold = weight, eps, fold
+    def __init__(self, weight: Tensor, eps: float, fold: bool = False) -> None:
+        self.weight, self.eps = weight, eps
+        self.fold = fold and weight.dtype == torch.float32
         self.floor = torch.tensor((eps * weight.numel()) ** 0.5, device=weight.device)
+        self.scale = weight * weight.numel() ** 0.5
 
     def folded(self, matrix: Tensor) -> Tensor:
         """matrix [out, H] -> what to multiply a normalised row with, [H, out]."""
-        if not self.fold:
-            return columns(matrix)
-        scale = self.weight.double() * self.weight.numel() ** 0.5
-        return columns((matrix.double() * scale).to(matrix.dtype))
+        return columns((matrix.double() * self.scale.double()).to(matrix.dtype) if self.fold else matrix)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.fold:
+        if x.dtype != torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+        y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+        return y if self.fold else y.mul_(self.scale)
 
 
 def side_by_side(weight: Tensor, head_dim: int) -> Tensor:
@@ -105,9 +105,8 @@ class Layer(NamedTuple):
 def fuse(layer: Any, head_dim: int, eps: float) -> Layer:
     """A Qwen3 decoder layer (transformers' names) as the matrices above."""
     attention, mlp = layer.self_attn, layer.mlp
-    fold = attention.q_proj.weight.dtype == torch.float32
-    qkv_norm = Norm(layer.input_layernorm.weight.detach(), eps, fold)
-    mlp_norm = Norm(layer.post_attention_layernorm.weight.detach(), eps, fold)
+    qkv_norm = Norm(layer.input_layernorm.weight.detach(), eps, fold=True)
+    mlp_norm = Norm(layer.post_attention_layernorm.weight.detach(), eps, fold=True)
     q, k = (side_by_side(p.weight.detach(), head_dim) for p in (attention.q_proj, attention.k_proj))
     heads, kv_heads = q.shape[0] // head_dim, k.shape[0] // head_dim
     q_norm, k_norm = (side_by_side(n.weight.detach().float(), head_dim) for n in (attention.q_norm, attention.k_norm))
@@ -191,7 +190,7 @@ class Stack:
         captured = []
         n, turned = self.heads, self.heads + self.kv_heads
         for index, layer in enumerate(self.layers):
-            qkv = torch.mm(layer.qkv_norm(x), layer.qkv).view(len(x), -1, self.head_dim)
+            qkv = torch.mm(layer.qkv_norm(x), layer.qkv).view(x.shape[0], -1, self.head_dim)
             qk = rotate_pairs(head_norm(qkv[:, :turned], layer.qk_weight, self.floor), rows.rope).to(x.dtype)
             q, k, v = qk[:, :n], qk[:, n:], qkv[:, turned:]
             for cache, new in zip(self.flat[index], (k, v), strict=True):
@@ -209,7 +208,7 @@ class Stack:
         q = q.view(rows.slots, -1, self.heads, self.head_dim).transpose(1, 2)
         k, v = (cache[index, : rows.slots, :, : rows.width] for cache in (self.k, self.v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.mask, scale=1.0, enable_gqa=True)
-        return out.transpose(1, 2).reshape(len(rows.rope), -1)
+        return out.transpose(1, 2).reshape(rows.rope.shape[0], -1)
 
     def attend_segments(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v [N, heads or kv_heads, d]: every segment causally over itself -> [N, heads * d]."""
@@ -218,7 +217,7 @@ class Stack:
             F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=1.0, enable_gqa=True).transpose(1, 2)
             for a, b, c in zip(*parts, strict=True)
         ]
-        return torch.cat(outs, 1).view(len(q), -1)
+        return torch.cat(outs, 1).view(q.shape[0], -1)
 
 
 class Target:
@@ -245,7 +244,7 @@ class Target:
         self.embedding = model.get_input_embeddings().weight.detach()
         self.head = columns(model.get_output_embeddings().weight.detach())  # [H, V]
         self.vocabulary = self.head.shape[1]
-        self.norm = Norm(model.model.norm.weight.detach(), c.rms_norm_eps, fold=False)
+        self.norm = Norm(model.model.norm.weight.detach(), c.rms_norm_eps)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [N, H] after the last layer -> [N, V] float32."""

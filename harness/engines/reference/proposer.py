@@ -36,7 +36,7 @@ class Proposer:
         c = draft.config
         self.block_size = c.block_size
         self.embedding, self.head = draft.borrowed[0], head
-        device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
+        device = draft.fc.weight.device
         inverse = 1.0 / c.rope_theta ** (
             torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=device) / c.head_dim
         )
@@ -44,7 +44,7 @@ class Proposer:
         self.stack = Stack(
             draft.layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rms_norm_eps, rope
         ).allocate(slots, positions, quantum)
-        self.norm = Norm(draft.norm.weight.detach(), c.rms_norm_eps, fold=False)
+        self.norm = Norm(draft.norm.weight.detach(), c.rms_norm_eps)
         self.fc = columns(draft.fc.weight.detach())
         self.markov = draft.markov_head
         self.table = None
@@ -56,7 +56,7 @@ class Proposer:
         attentions = [layer.self_attn for layer in draft.layers]
         keys = torch.cat([side_by_side(a.k_proj.weight.detach(), c.head_dim) for a in attentions])
         values = torch.cat([a.v_proj.weight.detach() for a in attentions])
-        self.context_norm = Norm(draft.hidden_norm.weight.detach(), c.rms_norm_eps, fold=dtype == torch.float32)
+        self.context_norm = Norm(draft.hidden_norm.weight.detach(), c.rms_norm_eps, fold=True)
         self.context_kv = self.context_norm.folded(torch.cat([keys, values]))
         self.k_weight = torch.stack([layer.qk_weight[self.stack.heads :] for layer in self.stack.layers]).flatten(0, 1)
         layer_size = self.stack.k[0].numel() // c.head_dim
@@ -66,7 +66,7 @@ class Proposer:
         """Target hidden states [N, L*H] of rows at `rope`, `write` (see Rows) become context K/V of every layer."""
         s = self.stack
         kv = torch.mm(self.context_norm(torch.mm(context, self.fc)), self.context_kv)
-        keys, values = kv.view(len(kv), 2, -1, s.head_dim).unbind(1)
+        keys, values = kv.view(kv.shape[0], 2, -1, s.head_dim).unbind(1)
         keys = rotate_pairs(head_norm(keys, self.k_weight, s.floor), rope).to(kv.dtype)
         index = (self.layer_base + write[:, None]).flatten(1)  # [N, layers * kv_heads]
         s.k.view(-1, s.head_dim).index_put_((index,), keys)
