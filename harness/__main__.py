@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from textwrap import dedent
 
 from harness import interrupt
-from harness.config import GROUPS, Config, ConfigError, choices, load
+from harness.config import EXPERIMENT, GROUPS, Config, ConfigError, choices, load
 from harness.engines.base import EngineError
 from harness.launch.base import LaunchError
 from harness.tasks import INCONCLUSIVE, find
@@ -43,7 +43,7 @@ def usage() -> str:
     ]
     lines += [f"  {name:13} {text}" for name, text in TASKS.items()]
     lines += ["", "groups:"]
-    lines += [f"  {group:13} {', '.join(choices(group))}" for group in GROUPS if group != "task"]
+    lines += [f"  {group:13} {', '.join(choices(group))}" for group in (*GROUPS, EXPERIMENT) if group != "task"]
     lines += [
         "",
         "names:",

@@ -257,6 +257,7 @@ KINDS: dict[str, type] = {
     "task": TaskConfig,
 }
 GROUPS = tuple(KINDS)
+EXPERIMENT = "experiment"  # a group without a dataclass of its own: members and fields of the others
 
 
 @dataclass
@@ -357,12 +358,12 @@ def _check_names(overrides: Sequence[str]) -> set[str]:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ConfigError(f"{_first_line(error)} (expected NAME=VALUE, see --help)") from None
-    top = {item.name for item in fields(Config)} - {"policy_source"}
+    top = {item.name for item in fields(Config)} - {"policy_source"} | {EXPERIMENT}
     for override in parsed:
         key = override.key_or_group
         if key.partition(".")[0] not in top or override.package is not None:
             raise ConfigError(f"unknown override {key!r}, expected one of {', '.join(sorted(top))}")
-        if key in GROUPS:
+        if key in (*GROUPS, EXPERIMENT):
             member = override.value()
             if member not in choices(key):
                 raise ConfigError(f"{key}: expected one of {', '.join(choices(key))}, found {str(member)!r}")

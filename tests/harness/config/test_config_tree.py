@@ -20,6 +20,21 @@ def test_every_member_composes(group, name):
     json.loads(json.dumps(config.resolved(), allow_nan=False))
 
 
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_every_experiment_composes(name):
+    config = load([f"experiment={name}"])
+    json.dumps(config.resolved(), allow_nan=False)
+    assert config.model.name != load().model.name
+
+
+def test_the_published_cohorts():
+    config = load(["experiment=asd-deepseek-v4-flash"])
+    assert (config.model.name, config.engine.name, config.policy.name) == ("deepseek-v4-flash", "sglang", "asd")
+    assert (config.traffic.limit, config.traffic.calibration_split, config.task.warmup) == (500, "test", 10)
+    assert (config.policy.budget, config.policy_source) == (2.0625, "recipe")
+    assert load(["experiment=asd-deepseek-v4-flash", "limit=5", "policy=strict"]).traffic.limit == 5
+
+
 def test_no_file_is_left_out():
     known = {RECIPES / group / f"{name}.yaml" for group, name in MEMBERS}
     folders = {path.parent for path in known}
@@ -46,6 +61,7 @@ def test_published_policies():
         ("model=gpt-5", ["model:", "tiny-qwen3", "qwen3-14b", "'gpt-5'"]),
         ("policy=lax", ["policy:", "asd-stable", "'lax'"]),
         ("engine=vllm", ["engine:", "reference, sglang", "'vllm'"]),
+        ("experiment=none", ["experiment:", "asd-qwen3-14b", "'none'"]),
         ("task=train", ["task:", "tables-check", "'train'"]),
         ("mdoel=tiny-qwen3", ["'mdoel'", "model", "traffic"]),
         ("limit=many", ["limit", "'many'"]),
