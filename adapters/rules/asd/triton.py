@@ -350,12 +350,12 @@ TUNING: tuple[int, int, int] | None = None  # the benchmark's sweep sets it, ins
 
 
 def plan(requests: int, K: int, V: int) -> tuple[int, int, int]:
-    """(pieces, BLOCK, num_warps): enough programs to fill the chip, pieces a power of two of whole blocks."""
-    block, warps = (4096, 8) if V > 8192 else (1024, 4)
+    """(pieces, BLOCK, num_warps): about 512 programs, four for each of 132 processors, and no piece under a block."""
+    block = 4096 if V > 8192 else 1024
     pieces = 1
-    while pieces < MAX_PIECES and requests * (K + 1) * pieces < 1024 and 2 * pieces * block < V:
+    while pieces < MAX_PIECES and requests * (K + 1) * 2 * pieces <= 512 and 2 * pieces * block < V:
         pieces *= 2
-    return pieces, block, warps
+    return pieces, block, 4
 
 
 def fused(launch: Launch, keys: Tensor, done: Tensor) -> None:

@@ -1,0 +1,208 @@
+"""results/kernels/README.md and its plots, drawn from the CSV files beside it and from nothing else.
+
+    python -m adapters.rules.benchmark_report [--folder results/kernels] [--check]
+
+Of each shape the newest run counts. --check writes nothing and fails where the README differs from its CSV files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+Key = tuple[str, str, int, int, int, str, str]  # kernel, provider, V, K, B, dtype, metric
+
+HEADER = """# Acceptance kernels
+
+`make bench-kernels` on a GPU appends to the CSV files here; `python -m adapters.rules.benchmark_report` writes this
+page and the plots from them. Times are microseconds, medians of CUDA-graph replays over rotated data; the floor is the
+bytes of the logits over the copy bandwidth of the same run. The CSV has the 20th and 80th percentile of every cell.
+"""
+GREEDY, SAMPLED = "greedy accept", "sampled accept"
+ARGMAX, ROW_ARGMAX = "torch.argmax", "sglang row_argmax"
+WALKED, FUSED, RULE = "torch.argmax + specaccept walk", "specaccept fused", "float64 tensor rule"
+MINE, PLAIN = "specaccept block from logits", "plain PyTorch block + softmaxes"
+SGLANG = "sglang block kernel + softmaxes"
+
+
+def read(paths: Iterable[Path]) -> dict[str, dict[Key, dict[str, str]]]:
+    """gpu -> key -> newest row."""
+    out: dict[str, dict[Key, dict[str, str]]] = {}
+    for path in sorted(paths):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                size = int(row["V"]), int(row["K"]), int(row["B"])
+                key = (row["kernel"], row["provider"], *size, row["dtype"], row["metric"])
+                rows = out.setdefault(row["gpu"], {})
+                if key not in rows or rows[key]["timestamp"] <= row["timestamp"]:
+                    rows[key] = row
+    return out
+
+
+class Shape:
+    """The rows of one (V, K, dtype)."""
+
+    def __init__(self, rows: dict[Key, dict[str, str]], V: int, K: int, dtype: str) -> None:
+        self.rows, self.V, self.K, self.dtype = rows, V, K, dtype
+        self.batches = sorted({k[4] for k in rows if (k[2], k[3], k[5]) == (V, K, dtype)})
+
+    def us(self, kernel: str, provider: str, B: int, metric: str = "latency") -> float | None:
+        """The median, None where it was not measured."""
+        row = self.rows.get((kernel, provider, self.V, self.K, B, self.dtype, metric))
+        return float(row["p50"]) if row and row["p50"] else None
+
+    def providers(self, kernel: str) -> list[str]:
+        """In the order they were measured."""
+        wanted = (kernel, self.V, self.K, self.dtype, "latency")
+        return list(dict.fromkeys(k[1] for k in self.rows if (k[0], k[2], k[3], k[5], k[6]) == wanted))
+
+    def notes(self, kernel: str) -> list[str]:
+        """Why a cell is empty."""
+        found = {}
+        for provider in self.providers(kernel):
+            for B in self.batches:
+                row = self.rows.get((kernel, provider, self.V, self.K, B, self.dtype, "latency"))
+                if row and not row["p50"]:
+                    found[provider] = row["note"]
+        return [f"{provider}: {note}" for provider, note in found.items()]
+
+
+def cell(value: float | None) -> str:
+    """Three digits, or a dash."""
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def table(shape: Shape, kernel: str) -> list[str]:
+    """Providers down, batches across."""
+    lines = [f"| {kernel} | " + " | ".join(f"B = {B}" for B in shape.batches) + " |"]
+    lines.append("| --- |" + " --- |" * len(shape.batches))
+    for provider in shape.providers(kernel):
+        cells = [cell(shape.us(kernel, provider, B)) for B in shape.batches]
+        lines.append(f"| {provider} | " + " | ".join(cells) + " |")
+    return [*lines, *(f"\n{note}" for note in shape.notes(kernel)), ""]
+
+
+def minus(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b
+
+
+def over(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a / b
+
+
+def least(*values: float | None) -> float | None:
+    present = [v for v in values if v is not None]
+    return min(present) if present else None
+
+
+def bars(shape: Shape) -> list[str]:
+    """The bars, each value computed from the cells above."""
+    lines = [
+        "| against the bars | " + " | ".join(f"B = {B}" for B in shape.batches) + " | bar |",
+        "| --- |" + " --- |" * (len(shape.batches) + 1),
+    ]
+
+    def line(name: str, bar: str, values: list[float | None]) -> None:
+        lines.append(f"| {name} | " + " | ".join(map(cell, values)) + f" | {bar} |")
+
+    def each(kernel: str, provider: str) -> list[float | None]:
+        return [shape.us(kernel, provider, B) for B in shape.batches]
+
+    def pairwise(
+        operation: Callable[[float | None, float | None], float | None], a: list[float | None], b: list[float | None]
+    ) -> list[float | None]:
+        return [operation(x, y) for x, y in zip(a, b, strict=True)]
+
+    argmax, mine, fused = each(GREEDY, ARGMAX), each(SAMPLED, MINE), each(GREEDY, FUSED)
+    best = pairwise(least, argmax, each(GREEDY, ROW_ARGMAX))
+    line("walk adds to its argmax, us", "<= 6", pairwise(minus, each(GREEDY, WALKED), argmax))
+    line("tensor rule adds, us", "", pairwise(minus, each(GREEDY, RULE), argmax))
+    line("fused / faster argmax", "< 1", pairwise(over, fused, best))
+    line("fused / floor", "", pairwise(over, fused, each(GREEDY, "floor")))
+    line("sglang block + softmaxes / ours", ">= 3, 2.5 at 256", pairwise(over, each(SAMPLED, SGLANG), mine))
+    line("plain PyTorch + softmaxes / ours", ">= 8 up to 64", pairwise(over, each(SAMPLED, PLAIN), mine))
+    line("ours / floor", "<= 1.7 from 16", pairwise(over, mine, each(SAMPLED, "floor")))
+    line("extra memory, % of logits", "< 2", [shape.us(SAMPLED, MINE, B, "memory") for B in shape.batches])
+    return [*lines, ""]
+
+
+def page(data: dict[str, dict[Key, dict[str, str]]]) -> str:
+    """The README."""
+    lines = [HEADER]
+    for gpu, rows in data.items():
+        copy = next(row for key, row in rows.items() if key[0] == "copy")
+        shapes = sorted({(k[5], k[2], k[3]) for k in rows if k[2]}, key=lambda s: (s[0] != "float32", -s[1], -s[2]))
+        lines.append(f"## {gpu}\n")
+        lines.append(
+            f"torch {copy['torch']}, triton {copy['triton']}, commit {copy['commit'][:12]}, {copy['timestamp']}; "
+            f"copy {float(copy['p50']):.2f} TB/s.\n"
+        )
+        lines += [f"![{kernel}]({plot_name(gpu, kernel)})" for kernel in (GREEDY, SAMPLED)]
+        for dtype, V, K in shapes:
+            shape = Shape(rows, V, K, dtype)
+            lines.append(f"\n### {dtype}, V = {V:,}, K = {K}\n")
+            lines += [*table(shape, GREEDY), *table(shape, SAMPLED), *bars(shape)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def plot_name(gpu: str, kernel: str) -> str:
+    """File name of a plot."""
+    return f"{gpu.lower()}-{kernel}.svg".replace(" ", "-")
+
+
+def plot(folder: Path, data: dict[str, dict[Key, dict[str, str]]]) -> None:
+    """Latency over batch, one file per GPU and kernel: float32, the largest vocabulary and K measured."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "specaccept"
+    from matplotlib import pyplot
+
+    for gpu, rows in data.items():
+        V, K = max((k[2], k[3]) for k in rows if k[5] == "float32")
+        shape = Shape(rows, V, K, "float32")
+        for kernel in (GREEDY, SAMPLED):
+            figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+            for provider in shape.providers(kernel):
+                points = [(B, us) for B in shape.batches if (us := shape.us(kernel, provider, B)) is not None]
+                if points:
+                    ours, floor = "specaccept" in provider, provider == "floor"
+                    style = {"color": "black", "linestyle": ":"} if floor else {"linewidth": 2.5 if ours else 1}
+                    axes.plot(
+                        *zip(*points, strict=True), marker="" if floor else "o", markersize=4, label=provider, **style
+                    )
+            axes.set(xscale="log", yscale="log", xlabel="requests in the step", ylabel="us, median")
+            axes.set_xticks(shape.batches, [str(B) for B in shape.batches])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            axes.set_title(f"{kernel}, {gpu}, V = {V:,}, K = {K}, float32", fontsize=10)
+            axes.legend(fontsize=7, frameon=False)
+            figure.savefig(folder / plot_name(gpu, kernel), metadata={"Date": None})
+            pyplot.close(figure)
+
+
+def main() -> int:
+    """Exit status 0: written, or nothing to write to; 1: --check found a difference; 2: no CSV."""
+    parser = argparse.ArgumentParser(prog="python -m adapters.rules.benchmark_report", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("results/kernels"))
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    data = read(args.folder.glob("*.csv"))
+    if not data:
+        print(f"benchmark_report: no CSV in {args.folder}; run make bench-kernels on a GPU first", file=sys.stderr)
+        return 2
+    text, readme = page(data), args.folder / "README.md"
+    if args.check:
+        same = readme.exists() and readme.read_text() == text
+        print(f"{readme}: {'as its CSV files say' if same else 'differs from its CSV files'}")
+        return 0 if same else 1
+    readme.write_text(text)
+    plot(args.folder, data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
