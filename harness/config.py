@@ -413,6 +413,7 @@ def settle_image(config: Config, named: Collection[str] = ()) -> None:
     if config.image.name == "auto":
         fits = [each for each in (member("image", name) for name in choices("image")) if model in each.models]
         fits = [each for each in fits if not asked or each.engine == config.engine.name]
+        fits.sort(key=lambda each: bool(each.cards))  # one that runs on any card first
         if not fits:
             raise ConfigError(f"image: none for {model}" + (f" on {config.engine.name}" if asked else ""))
         found = fits[0]

@@ -65,9 +65,7 @@ def connected(timeout_s: float = TIMEOUT_S) -> Iterator[Any]:
         client = docker.from_env(timeout=int(timeout_s), use_ssh_client=host().startswith("ssh://"))
         client.ping()
     except (DockerException, OSError) as error:
-        raise LaunchError(
-            f"docker: no engine at {host()}: start it, or set DOCKER_HOST ({_short(error)})"
-        ) from None
+        raise LaunchError(f"docker: no engine at {host()}: start it, or set DOCKER_HOST ({_short(error)})") from None
     try:
         yield client
     finally:
@@ -83,7 +81,9 @@ def explained(what: str, image: str = "build it with make images") -> Iterator[N
     try:
         yield
     except (DockerException, RequestException) as error:
-        raise LaunchError(f"docker: {what}: {explain(str(getattr(error, 'explanation', None) or error), image)}") from None
+        raise LaunchError(
+            f"docker: {what}: {explain(str(getattr(error, 'explanation', None) or error), image)}"
+        ) from None
 
 
 def explain(text: str, image: str = "build it with make images") -> str:

@@ -89,7 +89,7 @@ def refresh(client: Any, names: Sequence[str] = (), path: Path = BASES) -> dict[
         if digest != base.digest:
             changed[name] = digest
         block = re.compile(rf"(^{re.escape(name)}:\n(?:[ ]+.*\n)*?[ ]+digest: )\S+", re.MULTILINE)
-        text, count = block.subn(lambda match, digest=digest: match[1] + digest, text)
+        text, count = block.subn(rf"\g<1>{digest}", text)
         assert count == 1, name
     path.write_text(text)
     return changed

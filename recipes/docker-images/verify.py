@@ -1,6 +1,6 @@
 """verify.py ENGINE [--record]: does the adapter layer of this image still fit the engine in it?
 
-At build (`--record`) and again at start, before a model is loaded: every place of the engine that the adapter holds on to
+At build (`--record`) and again at start, before a model is loaded: every place of the engine that the adapter holds
 is looked up in the engine's sources (no import, no GPU), and the adapter's files must be the ones that were installed.
 Exit status 1 and one line for each thing that drifted.
 """

@@ -30,10 +30,16 @@ BUILDERS = ("pip", "setuptools", "wheel", "pkg_resources", "_distutils_hack", "d
 LEFT_OUT = (
     "triton", "mypy", "mypyc", "pandas", "scipy", "pyarrow", "matplotlib", "fonttools", "fontTools", "statsmodels",
     "datasets", "pillow", "PIL", "hypothesis", "pytest", "_pytest", "ruff", "hydra", "docker", "specaccept",
-    "__editable__", "scipy_stubs", "kiwisolver", "contourpy", "xdist", "execnet", "librt", "ast_serialize", "__pycache__",
-    "narwhals", "6ec57f84", "formulaic", "multiprocess", "hypothesispy",
+    "__editable__", "scipy_stubs", "kiwisolver", "contourpy", "xdist", "execnet", "librt", "ast_serialize",
+    "__pycache__", "narwhals", "6ec57f84", "formulaic", "multiprocess", "hypothesispy",
 )  # fmt: skip
-EXCLUDED = ("./var/cache/apt/*", "./var/lib/apt/lists/*", "./usr/share/doc/*", "./usr/share/man/*", "./usr/share/locale/*")
+EXCLUDED = (
+    "./var/cache/apt/*",
+    "./var/lib/apt/lists/*",
+    "./usr/share/doc/*",
+    "./usr/share/man/*",
+    "./usr/share/locale/*",
+)
 
 
 def key() -> str:
@@ -78,7 +84,7 @@ def layer(client: docker.DockerClient, base: str, to: str, script: str, names: l
         if status != 0:
             raise RuntimeError(f"{to}: status {status}: {container.logs()[-500:].decode()}")
         repository, tag = to.split(":")
-        container.commit(repository, tag, changes=["CMD [\"/bin/sh\"]"])
+        container.commit(repository, tag, changes=['CMD ["/bin/sh"]'])
     finally:
         container.remove(force=True)
 
@@ -100,7 +106,8 @@ def make(client: docker.DockerClient, cache: Path) -> None:
         layer(client, f"{REPOSITORY}/debian:{key()}", name("python"), script, own)
     if missing(client, "torch"):
         kept = [path.name for path in SITE.iterdir() if not path.name.startswith((*LEFT_OUT, *BUILDERS))]
-        layer(client, name("python"), name("torch"), "true", kept)
+        slim = " ".join(f"{TO}/torch/{part}" for part in ("include", "test", "bin"))
+        layer(client, name("python"), name("torch"), f"rm -rf {slim}", kept)
 
 
 if __name__ == "__main__":
