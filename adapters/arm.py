@@ -88,7 +88,6 @@ def serving_rule(policy: Policy, sampled: bool) -> tuple[str, str | None]:
 
     sampled: temperature > 0. The rules are exact only for the kind of request they are written for.
     """
-    greedy_rule = policy.rule in GREEDY_RULES
-    if greedy_rule == (not sampled):
+    if (policy.rule in GREEDY_RULES) == (not sampled):
         return policy.rule, None
     return ("chain", SAMPLED_REQUEST) if sampled else ("strict", GREEDY_REQUEST)

@@ -19,7 +19,8 @@ CUSTOM_PARAM = "specaccept"
 
 GREEDY_RULES = ("strict", "asd")
 SAMPLED_RULES = ("chain", "block")
-RULES = GREEDY_RULES + SAMPLED_RULES
+ENGINE_RULES = ("block-engine",)  # sampled too, but the engine's own kernel: only some engines have it
+RULES = GREEDY_RULES + SAMPLED_RULES + ENGINE_RULES
 SUFFIX_VALUES = ("suffix", "normalized")
 FLOAT32_MAX = 3.4028234663852886e38  # the ledger is float32
 

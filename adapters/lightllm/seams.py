@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from adapters import arm
-from adapters.policy import ENVIRONMENT, Policy, PolicyError
+from adapters.policy import ENGINE_RULES, ENVIRONMENT, Policy, PolicyError
 
 _INFER = "lightllm.server.router.model_infer"
 BACKEND = f"{_INFER}.mode_backend.base_backend"
@@ -226,8 +226,8 @@ def policy_of(environ: Mapping[str, str] = os.environ) -> Policy:
     policy = arming.default
     if policy is None:
         raise Refused([f"{ENVIRONMENT}: expected a policy, found none"])
-    if policy.rule == "block":
-        raise Refused([f"policy.rule: block is {ARGMAX_DRAFTS}"])
+    if policy.rule in ("block", *ENGINE_RULES):
+        raise Refused([f"policy.rule: {policy.rule} is {ARGMAX_DRAFTS}"])
     if policy.rule == "chain":
         raise Refused(
             ["policy.rule: chain is unsupported: LightLLM compares the id it sampled with the draft, which has no q"]

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 STATE = "_specaccept"  # the attribute of an engine request that holds its State
 HEALTH_CHECK = "HEALTH_CHECK"  # request ids of the engine's own probes
-NATIVE_BLOCK = "block (engine)"
+NATIVE_BLOCK = "block-engine"
+SAMPLED_OUTPUTS = ("predicts", "accept_index", "accept_token_num")
 FAULT = "draft probability 0 at a drafted token"
 
 
@@ -81,8 +82,7 @@ class Step:
     states: list[State | None]
     slots: Tensor  # [B] int64
     detail: Detail | None = None  # some row is under ASD
-    block: bool = False  # some row is under block verification
-    mask: list[bool] | None = None  # which, where other sampled rows are not
+    sampled: list[str | None] | None = None  # the rule of each sampled row, where some row's is not the engine's
     logits: Tensor | None = None  # set while the engine accepts, and only then
     live: Tensor | None = None
 
@@ -185,15 +185,18 @@ class Adapter:
         """The Step of a decode batch, or None where the engine's own rules serve all of it."""
         states = [req.__dict__.get(STATE) for req in reqs]
         rules = [None if s is None else s.rule for s in states]
-        if self.arming.verify_cap is None and "asd" not in rules and "block" not in rules:
+        sampled = [
+            (rule or self.native_sampled) if is_sampled(req) else None for req, rule in zip(reqs, rules, strict=True)
+        ]
+        foreign = any(rule not in (None, self.native_sampled) for rule in sampled)
+        if self.arming.verify_cap is None and "asd" not in rules and not foreign:
             return None
         assert self.worker is not None
         step = Step(states, slots)
         if "asd" in rules:
             step.detail = Detail(len(reqs), self.worker.drafts, self.worker.device)
-        step.block = "block" in rules
-        if step.block and any(is_sampled(req) and rule != "block" for req, rule in zip(reqs, rules, strict=True)):
-            step.mask = [rule == "block" for rule in rules]
+        if foreign:
+            step.sampled = sampled
         return step
 
     def finalize(self, original: Callable, executor: Any, **kwargs: Any) -> Any:
@@ -259,22 +262,36 @@ class Adapter:
         target_probs [B, K+1, V], draft_probs [B, K, V] float32, uniform_samples [B, K]; fills predicts [B*(K+1)],
         accept_index [B, K+1] and accept_token_num [B]."""
         step = self.step
-        if step is None or step.logits is None or not step.block:
+        if step is None or step.logits is None or step.sampled is None:
             return original(**kwargs)
+        rules = sorted(
+            {rule for rule in step.sampled if rule is not None}, key=lambda rule: rule != self.native_sampled
+        )
+        self._run_sampled(original, kwargs, rules[0], step)
+        for rule in rules[1:]:
+            own = kwargs | {name: torch.empty_like(kwargs[name]) for name in SAMPLED_OUTPUTS}
+            self._run_sampled(original, own, rule, step)
+            rows = to_device(torch.tensor([r == rule for r in step.sampled]), kwargs["candidates"].device)
+            for name in SAMPLED_OUTPUTS:
+                out = kwargs[name].view(len(rows), -1)
+                out.copy_(torch.where(rows[:, None], own[name].view(len(rows), -1), out))
+
+    def _run_sampled(self, original: Callable, kwargs: dict[str, Any], rule: str, step: Step) -> None:
+        """One rule over every row of the batch, into kwargs' output tensors."""
+        if rule == self.native_sampled:
+            return original(**kwargs)
+        if rule == NATIVE_BLOCK:
+            return original(**kwargs | {"block_verification": True})
         candidates = kwargs["candidates"]
         B, W = candidates.shape
-        rows = None if step.mask is None else to_device(torch.tensor(step.mask), candidates.device)
-        if rows is not None:
-            original(**kwargs)  # the other rows
         drafts = candidates[:, 1:].contiguous()
         length, bonus = block.accept(
             drafts, kwargs["target_probs"], kwargs["draft_probs"], eta=kwargs["uniform_samples"], live=step.live
         )
         ids = torch.cat([drafts, bonus[:, None]], 1).scatter_(1, length[:, None].long(), bonus[:, None])
-        index = torch.arange(B * W, device=candidates.device).view(B, W)
-        _write(kwargs["predicts"].view(B, W), ids, rows)
-        _write(kwargs["accept_index"], index, rows)
-        _write(kwargs["accept_token_num"], length, rows)
+        kwargs["predicts"].view(B, W).copy_(ids)
+        kwargs["accept_index"].copy_(torch.arange(B * W, device=candidates.device).view(B, W))
+        kwargs["accept_token_num"].copy_(length)
 
     # -- host side ----------------------------------------------------------------------------------------------
 
@@ -403,7 +420,7 @@ class Adapter:
             group=tensor_parallel_group(),
         )
         self.worker.broadcasts = self.worker.group is not None and not seams.since(self.version, seams.TP_SYNC_SINCE)
-        self.refused = refusals(worker, server_args)
+        self.refused = refusals(worker, server_args, self.version)
         if getattr(worker._verify_executor, "_block_verification", False):
             self.native_sampled = NATIVE_BLOCK
             self.refused.setdefault("chain", "the engine runs its own block verification")
@@ -479,15 +496,6 @@ def is_sampled(req: Any) -> bool:
     return req.sampling_params.top_k > 1
 
 
-def _write(out: Tensor, value: Tensor, rows: Tensor | None) -> None:
-    """out[rows] = value[rows], all rows where rows is None."""
-    if rows is None:
-        out.copy_(value)
-    else:
-        mask = rows.view(-1, *[1] * (out.ndim - 1))
-        out.copy_(torch.where(mask, value.to(out.dtype), out))
-
-
 def tensor_parallel_group() -> Any:
     """The engine's tensor-parallel group, or None on a single rank."""
     from sglang.srt.distributed import get_tp_group
@@ -507,7 +515,7 @@ def is_hooked(path: str, method: str) -> bool:
     return False
 
 
-def refusals(worker: Any, server_args: Any) -> dict[str, str]:
+def refusals(worker: Any, server_args: Any, version: str) -> dict[str, str]:
     """rule -> why this server cannot serve it. Rules not in it are served."""
     every, greedy, sampled = [], [], []
     if float(worker._simulate_acc_len) > 0:
@@ -533,5 +541,7 @@ def refusals(worker: Any, server_args: Any) -> dict[str, str]:
         sampled.append("sampled drafts are accepted inside a CUDA graph (SGLANG_OPT_DSV41_SAMPLING_ACCEPT_GRAPH)")
     if getattr(worker, "_rejection_noise", None) is not None:
         sampled.append("another sampler is on (SGLANG_OPT_DSV41_BLOCKWISE_REJECTION)")
+    engine = [] if seams.since(version, seams.NATIVE_BLOCK_SINCE) else [f"sglang {version} has no such kernel"]
     why = {"strict": every, "chain": every, "asd": every + greedy, "block": every + sampled}
+    why[NATIVE_BLOCK] = every + sampled + engine
     return {rule: "; ".join(reasons) for rule, reasons in why.items() if reasons}

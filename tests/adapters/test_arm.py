@@ -56,4 +56,5 @@ def test_a_rule_serves_only_the_kind_of_request_it_is_exact_for():
     assert serving_rule(ASD, sampled=True) == ("chain", SAMPLED_REQUEST)
     assert serving_rule(Policy("block"), sampled=True) == ("block", None)
     assert serving_rule(Policy("block"), sampled=False) == ("strict", GREEDY_REQUEST)
+    assert serving_rule(Policy("block-engine"), sampled=True) == ("block-engine", None)
     assert serving_rule(Policy("strict"), sampled=True) == ("chain", SAMPLED_REQUEST)

@@ -16,10 +16,11 @@ from sglang.srt.speculative.dflash_utils import validate_dflash_request
 from toy_engine import ToyWorker, request, server_args
 
 from adapters.arm import Arming, Refused
-from adapters.policy import Policy
+from adapters.policy import RULES, Policy
 from adapters.sglang import plugin, seams
 from adapters.sglang.adapter import HOOKS, is_hooked
 
+OLD = not seams.since(sglang.__version__, seams.NATIVE_BLOCK_SINCE)  # no block verification of its own
 WIDE, BLOCK = Policy("asd", budget=2.0), Policy("block")
 
 
@@ -84,18 +85,18 @@ def native(accept, *, candidates, target_logits, verify_num_draft_tokens):
 @pytest.mark.parametrize(
     ("attribute", "value", "rules", "why"),
     [
-        ("_simulate_acc_len", 3.0, {"strict", "asd", "chain", "block"}, "SGLANG_SIMULATE_ACC_LEN"),
+        ("_simulate_acc_len", 3.0, set(RULES), "SGLANG_SIMULATE_ACC_LEN"),
         ("_verify_epilogue", object(), {"asd"}, "inside the verify CUDA graph"),
-        ("_greedy_draft", True, {"block"}, "SGLANG_DSPARK_USE_GREEDY_DRAFT"),
-        ("_sampling_accept_graph", object(), {"block"}, "SAMPLING_ACCEPT_GRAPH"),
-        ("_rejection_noise", object(), {"block"}, "BLOCKWISE_REJECTION"),
+        ("_greedy_draft", True, {"block", "block-engine"}, "SGLANG_DSPARK_USE_GREEDY_DRAFT"),
+        ("_sampling_accept_graph", object(), {"block", "block-engine"}, "SAMPLING_ACCEPT_GRAPH"),
+        ("_rejection_noise", object(), {"block", "block-engine"}, "BLOCKWISE_REJECTION"),
     ],
 )
 def test_what_a_server_cannot_honour_is_refused_at_start_or_at_admission(adapter, attribute, value, rules, why):
     worker = ToyWorker(5)
     setattr(worker, attribute, value)
     adapter.arm(worker, server_args())
-    assert set(adapter.refused) == rules
+    assert set(adapter.refused) == rules | ({"block-engine"} if OLD else set())
     for policy in (WIDE, BLOCK):
         message = validate_dflash_request(request(policy=policy), True)
         assert (message is not None) == (policy.rule in rules)
@@ -112,7 +113,7 @@ def test_what_a_server_cannot_honour_is_refused_at_start_or_at_admission(adapter
 )
 def test_a_layout_without_proof_is_refused(adapter, changed):
     adapter.arm(ToyWorker(5), server_args(**changed))
-    assert set(adapter.refused) == {"strict", "asd", "chain", "block"}
+    assert set(adapter.refused) == set(RULES)
     assert next(iter(changed)) in adapter.refused["asd"]
 
 
@@ -120,9 +121,9 @@ def test_the_engines_own_block_verification_is_told_apart(adapter):
     worker = ToyWorker(5)
     worker._verify_executor._block_verification = True
     adapter.arm(worker, server_args())
-    assert set(adapter.refused) == {"chain"}
+    assert set(adapter.refused) == {"chain", "block-engine"} if OLD else {"chain"}
     req = request("r", 0.7, WIDE)
-    assert adapter.state(req).key == "block (engine)"
+    assert adapter.state(req).key == "block-engine"
 
 
 def test_ranks_that_the_engine_does_not_align_are_aligned_here(adapter, monkeypatch):

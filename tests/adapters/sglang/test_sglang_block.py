@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 
 import pytest
+import sglang
 import torch
 from toy_engine import decode, prefilled, request
 
 from adapters.policy import Policy
 from adapters.rules.block import naive
+from adapters.sglang import seams
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BLOCK, CHAIN = Policy("block"), Policy("chain")
+BLOCK, CHAIN, ENGINE = Policy("block"), Policy("chain"), Policy("block-engine")
 K, V = 5, 24
 
 
@@ -73,25 +75,27 @@ def test_block_rows_answer_as_the_oracle_does(worker, temperature, top_k, top_p,
 def test_each_sampled_row_follows_its_own_rule(worker):
     """Chain rows of a mixed batch answer as the engine alone would, block rows as in a batch of their own."""
     rows = 12
-    rules = [(BLOCK, 1.0), (CHAIN, 1.0), (None, 1.0), (Policy("strict"), 0.0)] * 3
+    engine = ENGINE if seams.since(sglang.__version__, seams.NATIVE_BLOCK_SINCE) else CHAIN
+    rules = [(BLOCK, 1.0), (CHAIN, 1.0), (None, 1.0), (Policy("strict"), 0.0), (engine, 1.0), (BLOCK, 1.0)] * 2
     reqs = [request(f"r{i}", t, policy) for i, (policy, t) in enumerate(rules)]
     alone = [request(f"b{i}", t, BLOCK if t else None) for i, (_, t) in enumerate(rules)]
+    theirs = [request(f"e{i}", t, engine if t else None) for i, (_, t) in enumerate(rules)]
     plain = [request(f"p{i}", t) for i, (_, t) in enumerate(rules)]
     slots = list(range(1, rows + 1))
     differs = False
-    for batch in (reqs, alone, plain):
+    for batch in (reqs, alone, theirs, plain):
         prefilled(worker, batch, slots)
     for seed in range(3):
         logits, draft_logits, g = drafted(seed, rows)
         drafts = torch.multinomial(torch.softmax(draft_logits, -1).view(-1, V), 1, generator=g).view(rows, K)
         found = []
-        for batch in (reqs, alone, plain):
+        for batch in (reqs, alone, theirs, plain):
             torch.manual_seed(seed)
             outs = worker.forward_batch_generation(decode(batch, slots, drafts, logits, None, draft_logits)).outs
             found.append(list(zip(outs.correct_len.tolist(), outs.bonus.tolist(), strict=True)))
-        mixed, block, native = found
+        mixed, block, own, native = found
         for i, (policy, _) in enumerate(rules):
-            assert mixed[i] == (block[i] if policy == BLOCK else native[i])
+            assert mixed[i] == (block[i] if policy == BLOCK else own[i] if policy == engine else native[i])
             differs |= policy == BLOCK and block[i] != native[i]
     assert differs
 
