@@ -31,7 +31,7 @@ def throughput(record: Record) -> bytes:
             tps = arms[name]["tps"]
             value = tps["value"] or 0.0
             low, high = tps["low"], tps["high"]
-            whiskers = None if low is None or high is None else [[value - low], [high - value]]
+            whiskers = None if low is None or high is None else [[max(value - low, 0)], [max(high - value, 0)]]
             left.barh(position, value, xerr=whiskers, color="#4477aa", ecolor="#222222", height=0.6, capsize=3)
             steps = arms[name]["histogram"]
             total = sum(steps) or 1
