@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from adapters import arm
-from adapters.policy import ENGINE_RULES, ENVIRONMENT, Policy, PolicyError
+from adapters.policy import ENGINE_RULES, ENVIRONMENT, GREEDY_RULES, Policy, PolicyError
 
 _INFER = "lightllm.server.router.model_infer"
 BACKEND = f"{_INFER}.mode_backend.base_backend"
@@ -228,9 +228,11 @@ def policy_of(environ: Mapping[str, str] = os.environ) -> Policy:
         raise Refused([f"{ENVIRONMENT}: expected a policy, found none"])
     if policy.rule in ("block", *ENGINE_RULES):
         raise Refused([f"policy.rule: {policy.rule} is {ARGMAX_DRAFTS}"])
-    if policy.rule == "chain":
+    if policy.rule not in GREEDY_RULES:
         raise Refused(
-            ["policy.rule: chain is unsupported: LightLLM compares the id it sampled with the draft, which has no q"]
+            [
+                f"policy.rule: {policy.rule} is unsupported: LightLLM compares the id it sampled with the draft, without q"
+            ]
         )
     return policy
 

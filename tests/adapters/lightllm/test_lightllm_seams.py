@@ -141,6 +141,7 @@ def test_every_process_refuses_a_drifted_tree(tree):
     [
         ('{"rule": "asd", "bugdet": 1}', "unknown field 'bugdet'"),
         ('{"rule": "block"}', "unsupported (argmax drafts)"),
+        ('{"rule": "block-engine"}', "block-engine is unsupported (argmax drafts)"),
         ('{"rule": "chain"}', "chain is unsupported"),
     ],
 )
