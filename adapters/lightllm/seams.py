@@ -230,9 +230,7 @@ def policy_of(environ: Mapping[str, str] = os.environ) -> Policy:
         raise Refused([f"policy.rule: {policy.rule} is {ARGMAX_DRAFTS}"])
     if policy.rule not in GREEDY_RULES:
         raise Refused(
-            [
-                f"policy.rule: {policy.rule} is unsupported: LightLLM compares the id it sampled with the draft, without q"
-            ]
+            [f"policy.rule: {policy.rule} is unsupported: LightLLM compares its sampled id with the draft, without q"]
         )
     return policy
 
