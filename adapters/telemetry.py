@@ -77,7 +77,9 @@ class Telemetry:
     def of(self, policy: Policy | str) -> Counters:
         """The counters of a policy, or of a policy key."""
         key = policy if isinstance(policy, str) else policy.key
-        return self.counters.setdefault(key, Counters())
+        if key not in self.counters:  # once per policy, not once per row and step
+            self.counters[key] = Counters()
+        return self.counters[key]
 
     def reset(self) -> None:
         self.counters.clear()

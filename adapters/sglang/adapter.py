@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from adapters.arm import Arming, Refused, request_policy, serving_rule
-from adapters.policy import CUSTOM_PARAM, RULES, Policy, PolicyError
+from adapters.policy import CUSTOM_PARAM, GREEDY_RULES, RULES, Policy, PolicyError
 from adapters.rules import block, sampling
 from adapters.rules.asd import BUDGET, AsdConfig
 from adapters.sglang import seams
-from adapters.sglang.ledger import STRICT, Detail, Ledger, to_device
+from adapters.sglang.ledger import STRICT, Detail, Ledger, to_device, to_host
 from adapters.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 STATE = "_specaccept"  # the attribute of an engine request that holds its State
 HEALTH_CHECK = "HEALTH_CHECK"  # request ids of the engine's own probes
 NATIVE_BLOCK = "block-engine"
+REJECTIONS = f"{CUSTOM_PARAM}_first_rejections"  # custom_params: true keeps [regret, position, live] of each rejection
 SAMPLED_OUTPUTS = ("predicts", "accept_index", "accept_token_num")
 FAULT = "draft probability 0 at a drafted token"
 
@@ -53,6 +54,7 @@ class State:
     spent: float = 0.0
     relaxed: int = 0
     exhausted: int = 0
+    rejections: list[tuple[float, int, int]] | None = None  # kept where the request asks for them
 
     @cached_property
     def key(self) -> str:
@@ -65,7 +67,7 @@ class State:
 
     def summary(self) -> dict[str, Any]:
         """`meta_info.specaccept` of the response."""
-        return {
+        found = {
             "policy": self.key,
             "asked": self.policy.key,
             "relaxed": self.relaxed,
@@ -73,6 +75,7 @@ class State:
             "spent": self.spent,
             "budget_exhausted": self.exhausted,
         }
+        return found if self.rejections is None else found | {"first_rejections": self.rejections}
 
 
 @dataclass
@@ -82,6 +85,8 @@ class Step:
     states: list[State | None]
     slots: Tensor  # [B] int64
     detail: Detail | None = None  # some row is under ASD
+    rejected: Tensor | None = None  # [B] float32: regret of the first draft that failed, where some row keeps them
+    keeps: bool = False
     sampled: list[str | None] | None = None  # the rule of each sampled row, where some row's is not the engine's
     logits: Tensor | None = None  # set while the engine accepts, and only then
     live: Tensor | None = None
@@ -144,7 +149,10 @@ class Adapter:
         if policy is None:
             return None
         rule, fallback = serving_rule(policy, is_sampled(req))
-        return State(policy, self.native_sampled if rule == "chain" else rule, fallback)
+        state = State(policy, self.native_sampled if rule == "chain" else rule, fallback)
+        if rule in GREEDY_RULES and (req.sampling_params.custom_params or {}).get(REJECTIONS) is True:
+            state.rejections = []
+        return state
 
     # -- device side --------------------------------------------------------------------------------------------
 
@@ -163,6 +171,8 @@ class Adapter:
             result = original(worker, batch, *args, **kwargs)
             if self.step.detail is not None:
                 result.specaccept = self.step.detail.to_host()
+            if self.step.rejected is not None:
+                result.specaccept_rejected = to_host(self.step.rejected)
             return result
         finally:
             self.step = None
@@ -189,10 +199,11 @@ class Adapter:
             (rule or self.native_sampled) if is_sampled(req) else None for req, rule in zip(reqs, rules, strict=True)
         ]
         foreign = any(rule not in (None, self.native_sampled) for rule in sampled)
-        if self.arming.verify_cap is None and "asd" not in rules and not foreign:
+        keeps = any(s is not None and s.rejections is not None for s in states)
+        if self.arming.verify_cap is None and "asd" not in rules and not foreign and not keeps:
             return None
         assert self.worker is not None
-        step = Step(states, slots)
+        step = Step(states, slots, keeps=keeps)
         if "asd" in rules:
             step.detail = Detail(len(reqs), self.worker.drafts, self.worker.device)
         if foreign:
@@ -242,9 +253,22 @@ class Adapter:
         Rows that are not under ASD have strict parameters, so a mixed batch needs no mask.
         """
         step = self.step
-        if step is None or step.logits is None or step.detail is None:
+        if step is None or step.logits is None:
             return original(candidates=candidates, target_predict=target_predict)
+        if step.detail is None:
+            length, bonus = original(candidates=candidates, target_predict=target_predict)
+        else:
+            length, bonus = self._walk(original, step, candidates, target_predict)
+        if step.keeps:
+            step.rejected = rejected(step.logits.view(*candidates.shape, -1), candidates, target_predict, length)
+        return length, bonus
+
+    def _walk(
+        self, original: Callable, step: Step, candidates: Tensor, target_predict: Tensor
+    ) -> tuple[Tensor, Tensor]:
         assert self.ledger is not None
+        assert step.logits is not None
+        assert step.detail is not None
         B, W = candidates.shape
         top = target_predict.contiguous()
         length, bonus = self.ledger.accept(
@@ -313,8 +337,11 @@ class Adapter:
         committed = min(accepted, kept)
         counters = self.telemetry.of(state.key)
         counters.blocks += 1
-        counters.drafts_verified += self._verified(result, i)
         counters.committed_tokens += kept
+        live = self._verified(result, i)
+        counters.drafts_verified += live
+        if state.rejections is not None and committed == accepted < live:
+            state.rejections.append((float(result.specaccept_rejected[i]), accepted, live))
         if state.rule != "asd":
             counters.strict_accepted += committed
             return
@@ -494,6 +521,13 @@ HOOKS = {
 def is_sampled(req: Any) -> bool:
     """Temperature above 0: the engine stores a greedy request as top_k 1."""
     return req.sampling_params.top_k > 1
+
+
+def rejected(logits: Tensor, candidates: Tensor, top: Tensor, length: Tensor) -> Tensor:
+    """[B] float32: z(argmax) - z(draft) of the draft behind the accepted ones. logits [B, K+1, V], length [B]."""
+    index = length.long().clamp(max=candidates.shape[1] - 2)[:, None]
+    row = logits.gather(1, index[..., None].expand(-1, 1, logits.shape[2]))[:, 0]
+    return (row.gather(1, top.gather(1, index)) - row.gather(1, candidates.gather(1, index + 1)))[:, 0]
 
 
 def tensor_parallel_group() -> Any:

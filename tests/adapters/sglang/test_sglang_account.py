@@ -118,6 +118,20 @@ def test_budget_stops_are_counted_where_the_block_reached_them(adapter, worker):
         assert req._specaccept.exhausted == stops
 
 
+@pytest.mark.parametrize("policy", [STRICT, Policy("asd", budget=1.0, gate=0.1)], ids=["strict", "asd"])
+def test_first_rejections_are_kept_where_a_request_asks_for_them(adapter, worker, policy):
+    req = request("r", policy=policy, max_new_tokens=60)
+    req.sampling_params.custom_params["specaccept_first_rejections"] = True
+    [steps] = run(adapter, worker, [req])
+    wanted = [
+        (float(regret[kept]), kept, K)
+        for _, _, regret, kept, new in steps
+        if kept < K and new == kept + 1  # the block was not cut, and stopped at a draft
+    ]
+    assert len(wanted) > 5
+    assert req._specaccept.summary()["first_rejections"] == wanted
+
+
 # -- responses -----------------------------------------------------------------------------------------------------
 
 
