@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from adapters.policy import Policy
-from harness.config import Config
+from harness.config import Config, rooted
 from harness.engines import connect
 from harness.engines.base import EngineClient, EngineError, Server
 from harness.engines.checkpoint import is_hub_id
@@ -27,9 +27,21 @@ from harness.engines.checkpoint import is_local as is_here
 from harness.launch import docker_gpu
 from harness.launch.base import LaunchError, RunningEngine
 from harness.launch.capability import gpus, unsupported
-from harness.launch.docker_container import Container, argv, host_config, hub_cache, inside, secret
-from harness.launch.docker_daemon import OWNED, OWNER, RUN, connected, explained, host, is_local, owner, reap, remove
-from harness.launch.images import adapter_digest, default_tag
+from harness.launch.docker_container import Container, argv, host_config, hub_cache, inside, secret, unreadable
+from harness.launch.docker_daemon import (
+    OWNED,
+    OWNER,
+    RUN,
+    adapter_digest,
+    connected,
+    default_tag,
+    explained,
+    host,
+    is_local,
+    owner,
+    reap,
+    remove,
+)
 from harness.launch.ready import check_adapter, probe
 from harness.launch.shards import ShardedClient
 
@@ -95,7 +107,13 @@ def _card(config: Config) -> str | None:
 def _here(config: Config) -> None:
     """The models the containers will mount."""
     for what, path in (("target", config.model.target), ("draft", config.model.draft)):
-        if is_here(path) or (is_hub_id(path) and (not config.launch.offline or config.launch.hub_cache)):
+        if is_hub_id(path) and (not config.launch.offline or config.launch.hub_cache):
+            continue
+        if is_here(path):
+            if not is_hub_id(path) and (name := unreadable(rooted(path))) is not None:
+                raise LaunchError(
+                    f"model.{what}: {name} in {path} is private and the container not root: chmod -R a+rX"
+                )
             continue
         fix = f"`hf download {path}`, or launch.offline=false" if is_hub_id(path) else "a folder with config.json"
         raise LaunchError(f"model.{what}: {path} is not on this machine: expected {fix}")
@@ -155,7 +173,7 @@ def _url(config: Config, container: Container) -> str:
     name = urlsplit(host()).hostname
     if address.startswith("127."):
         raise LaunchError(
-            f"launch.publish: {host()} is another machine, whose loopback is not reached from here: expected an address "
+            f"launch.publish: {host()} is another machine, and its loopback out of reach: expected an address "
             "of it on a network you trust; or tunnel to it and use launch=attach"
         )
     return f"http://{name if address == '0.0.0.0' else address}:{port}"

@@ -79,6 +79,7 @@ def environment(config: Config, policy: Policy, nonce: str) -> dict[str, str]:
         NONCE: nonce,
         ENVIRONMENT: json.dumps(policy.to_json()),
         "PYTHONUNBUFFERED": "1",
+        "HOME": "/tmp",
         **own,
         **config.image.env,
     }
@@ -93,6 +94,22 @@ def environment(config: Config, policy: Policy, nonce: str) -> dict[str, str]:
     return found
 
 
+def user() -> str:
+    """Never root: the caller, who can read the models, or the image's own user where the caller is root."""
+    return f"{os.getuid()}:{os.getgid()}" if is_local() and os.getuid() else f"{USER}:{USER}"
+
+
+def unreadable(folder: Path) -> str | None:
+    """The first thing in a model folder that the container's user cannot read, None where it can read all."""
+    if os.getuid():
+        return None
+    for path in (folder, *sorted(folder.iterdir())):
+        needed = 0o005 if path.is_dir() else 0o004
+        if path.stat().st_mode & needed != needed:
+            return path.name
+    return None
+
+
 def host_config(
     config: Config, policy: Policy, nonce: str, devices: list[str], port: int | None, telemetry: Path
 ) -> dict[str, Any]:
@@ -101,6 +118,7 @@ def host_config(
 
     image = config.image
     return {
+        "user": user(),
         "environment": environment(config, policy, nonce),
         "mounts": mounts(config, telemetry),
         "ports": {f"{PORT}/tcp": (config.launch.publish, port)},
@@ -112,7 +130,7 @@ def host_config(
         "memswap_limit": int(image.memory_gib * GIB) if image.memory_gib else None,
         "nano_cpus": int(image.cpus * 1e9) if image.cpus else None,
         "pids_limit": image.pids,
-        "ulimits": [Ulimit(name="memlock", soft=-1, hard=-1), Ulimit(name="stack", soft=1 << 26, hard=1 << 26)],
+        "ulimits": [Ulimit(name="memlock", soft=-1, hard=-1)] if devices else None,  # NCCL pins host memory
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
         "restart_policy": {"Name": "no"},

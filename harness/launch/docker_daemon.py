@@ -7,6 +7,8 @@ owner is a process of this machine that no longer lives is removed.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import re
 import socket
@@ -14,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from adapters import __version__
+from adapters.telemetry import file_hashes
+from harness.config import ImageConfig
 from harness.launch.base import LaunchError
 
 OWNED = "specaccept.owned"  # label: a container of this project
@@ -96,6 +101,16 @@ def explain(text: str, image: str = "build it with make images") -> str:
 def _short(error: object) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 240 else f"{text[:110]} ... {text[-120:]}"
+
+
+def default_tag(config: ImageConfig) -> str:
+    """Repository names are lower case."""
+    return f"specaccept/{config.name.lower()}:{__version__}"
+
+
+def adapter_digest() -> str:
+    """Of the adapter layer of this checkout: an image that holds another one cannot serve it."""
+    return hashlib.sha256(json.dumps(file_hashes(), sort_keys=True).encode()).hexdigest()
 
 
 def owner() -> str:

@@ -11,9 +11,7 @@ A base is built from by digest only. An unresolved pin is refused, never guessed
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
-import json
 import re
 import sys
 import tarfile
@@ -25,10 +23,9 @@ from typing import Any
 import yaml
 
 from adapters import __version__
-from adapters.telemetry import file_hashes
 from harness.config import RECIPES, ROOT, ConfigError, ImageConfig, choices, member
 from harness.launch.base import LaunchError
-from harness.launch.docker_daemon import PULL_TIMEOUT_S, connected, explain, explained
+from harness.launch.docker_daemon import PULL_TIMEOUT_S, adapter_digest, connected, default_tag, explain, explained
 
 FOLDER = RECIPES / "docker-images"
 BASES = FOLDER / "bases.yaml"
@@ -100,16 +97,6 @@ def image(name: str) -> ImageConfig:
     if name not in (buildable := [each for each in choices("image") if each != "auto"]):
         raise LaunchError(f"image: expected one of {', '.join(buildable)}, found {name!r}")
     return member("image", name)
-
-
-def default_tag(config: ImageConfig) -> str:
-    """Repository names are lower case."""
-    return f"specaccept/{config.name.lower()}:{__version__}"
-
-
-def adapter_digest() -> str:
-    """Of the adapter layer of this checkout: an image that holds another one cannot serve it."""
-    return hashlib.sha256(json.dumps(file_hashes(), sort_keys=True).encode()).hexdigest()
 
 
 def context() -> io.BytesIO:
