@@ -25,12 +25,12 @@ NONCE = "SPECACCEPT_NONCE"
 class Counters:
     """Totals of one policy key.
 
-    requests: requests it served.                      blocks: verify steps it decided.
+    requests: finished requests that asked for it.     blocks: verify steps it decided.
     drafts_verified: sum of live drafts.               strict_accepted: committed drafts equal to the target's argmax
     (sampled rules: committed drafts).                 relaxed: committed drafts that differ from it.
     regret_charged: nats, committed drafts only.       budget_exhausted: blocks stopped for lack of budget.
     committed_tokens: drafts and bonus tokens that reached an output.
-    fallbacks: requests that asked for it and that the engine's own rule served instead, by reason.
+    fallbacks: those of them that the engine's own rule served instead, by reason; its blocks count under that rule.
     """
 
     requests: int = 0

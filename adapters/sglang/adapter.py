@@ -381,9 +381,10 @@ class Adapter:
         values += [[] for _ in range(rows - 1 - len(values))]
         values.append([state.summary()] if done else [])
         if done:
-            self.telemetry.of(state.key).requests += 1
+            counters = self.telemetry.of(state.policy)
+            counters.requests += 1
             if state.fallback is not None:
-                self.telemetry.of(state.policy).fall_back(state.fallback)
+                counters.fall_back(state.fallback)
 
     def meta(self, original: Callable, manager: Any, meta_info: dict, recv_obj: Any, i: int) -> None:
         """Tokenizer process, a finished request: the list the engine accumulated becomes the one object in it."""
