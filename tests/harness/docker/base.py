@@ -8,11 +8,14 @@ Kept by the content of requirements.lock and of this file.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import threading
 from pathlib import Path
 
 import docker
@@ -33,6 +36,7 @@ LEFT_OUT = (
     "__editable__", "scipy_stubs", "kiwisolver", "contourpy", "xdist", "execnet", "librt", "ast_serialize",
     "__pycache__", "narwhals", "6ec57f84", "formulaic", "multiprocess", "hypothesispy",
 )  # fmt: skip
+SLIMMED = ("/torch/include/", "/torch/test/", "/torch/bin/protoc", "/torch/bin/test_")
 EXCLUDED = (
     "./var/cache/apt/*",
     "./var/lib/apt/lists/*",
@@ -69,24 +73,40 @@ def rootfs(cache: Path) -> Path:
     return tar
 
 
-def layer(client: docker.DockerClient, base: str, to: str, script: str, names: list[str]) -> None:
-    """Commit `base` with `names` of this environment copied into its Python, then `script` run."""
-    copy = f'cp -a "$@" {TO}/ && {script}'
-    container = client.containers.create(
-        base,
-        ["sh", "-ec", copy, "sh", *[f"/site/{each}" for each in names]],
-        volumes={str(SITE): {"bind": "/site", "mode": "ro"}},
-        network_mode="none",
-    )
-    try:
-        container.start()
-        status = container.wait()["StatusCode"]
-        if status != 0:
-            raise RuntimeError(f"{to}: status {status}: {container.logs()[-500:].decode()}")
+def layer(tar: tarfile.TarFile, system: Path, names: list[str]) -> None:
+    """One file system: the Debian one, with `names` of this environment in its Python."""
+    with tarfile.open(system) as source:
+        for member in source:
+            tar.addfile(member, source.extractfile(member) if member.isreg() else None)
+    conf = tarfile.TarInfo("./etc/pip.conf")
+    conf.size = len(PIP)
+    tar.addfile(conf, io.BytesIO(PIP.encode()))
+    for name in names:
+        tar.add(SITE / name, f".{TO}/{name}", filter=root_owned)
+
+
+def root_owned(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if any(part in info.name for part in SLIMMED):
+        return None
+    info.uid = info.gid = 0
+    info.mode |= 0o444 if info.isreg() else 0o555
+    return info
+
+
+def imported(client: docker.DockerClient, to: str, system: Path, names: list[str]) -> None:
+    """Stream the file system into an image: written once, by the engine."""
+    out, into = os.pipe()
+
+    def write() -> None:
+        with os.fdopen(into, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", bufsize=1 << 20) as tar:
+            layer(tar, system, names)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with os.fdopen(out, "rb") as stream:
         repository, tag = to.split(":")
-        container.commit(repository, tag, changes=['CMD ["/bin/sh"]'])
-    finally:
-        container.remove(force=True)
+        client.api.import_image_from_data(iter(lambda: stream.read(1 << 20), b""), repository=repository, tag=tag)
+    writer.join()
 
 
 def missing(client: docker.DockerClient, kind: str) -> bool:
@@ -98,16 +118,12 @@ def missing(client: docker.DockerClient, kind: str) -> bool:
 
 
 def make(client: docker.DockerClient, cache: Path) -> None:
-    if missing(client, "python"):
-        with rootfs(cache).open("rb") as tar:
-            client.api.import_image_from_data(tar, repository=REPOSITORY + "/debian", tag=key())
-        own = [path.name for path in SITE.iterdir() if path.name.split("-")[0] in BUILDERS]
-        script = f"printf '{PIP}' > /etc/pip.conf"
-        layer(client, f"{REPOSITORY}/debian:{key()}", name("python"), script, own)
-    if missing(client, "torch"):
-        kept = [path.name for path in SITE.iterdir() if not path.name.startswith((*LEFT_OUT, *BUILDERS))]
-        slim = " ".join(f"{TO}/torch/{part}" for part in ("include", "test", "bin"))
-        layer(client, name("python"), name("torch"), f"rm -rf {slim}", kept)
+    names = [path.name for path in SITE.iterdir()]
+    builders = [name for name in names if name.split("-")[0] in BUILDERS]
+    kept = [name for name in names if not name.startswith((*LEFT_OUT, *BUILDERS))]
+    for kind, chosen in (("python", builders), ("torch", builders + kept)):
+        if missing(client, kind):
+            imported(client, name(kind), rootfs(cache), chosen)
 
 
 if __name__ == "__main__":
