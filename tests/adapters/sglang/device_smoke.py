@@ -87,6 +87,18 @@ def start(args, port: int, log: Path) -> subprocess.Popen:
     return subprocess.Popen(command, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
 
 
+def stop(server: subprocess.Popen | None) -> None:
+    """End the server's own process group."""
+    if server is None or server.poll() is not None:
+        return
+    os.killpg(server.pid, signal.SIGTERM)
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
 def wait_ready(url: str, server: subprocess.Popen | None, limit: float) -> float:
     begin = time.monotonic()
     while time.monotonic() - begin < limit:
@@ -243,12 +255,7 @@ def main() -> int:
         if server is not None:
             report["log"] = log.read_text(errors="replace")[-6000:]
     finally:
-        if server is not None and server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
+        stop(server)
     text = json.dumps(report, indent=1)
     print(text)
     if args.out:
