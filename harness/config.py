@@ -332,6 +332,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
     config = _compose(overrides)
     if config.launch.name == "docker":
         settle_image(config, named)
+    if config.launch.code == "container" and config.image.name == "auto":
+        raise ConfigError("launch.code: container needs image=NAME, whose Python runs the answers, found image=auto")
     settle_policy(config, named)
     traffic = config.traffic
     traffic.data = str(Path(config.data).expanduser().resolve()) if config.data else traffic.data

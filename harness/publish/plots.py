@@ -39,6 +39,7 @@ def throughput(record: Record) -> bytes:
         left.set_yticks(range(len(names)), names)
         left.invert_yaxis()
         left.set_xlabel("output tokens per second")
+        right.set_ylim(bottom=0)
         right.set_xlabel("drafts accepted in a verify step")
         right.set_ylabel("share of steps")
         right.legend(frameon=False)

@@ -15,7 +15,7 @@ from harness.publish.tables import write
 from harness.score import PARSER_VERSION
 from harness.tasks import STATUS
 from harness.tasks.arms import Plan, plan, servers
-from harness.tasks.scoring import score_rows
+from harness.tasks.scoring import code_runner, score_rows
 from harness.tasks.session import Session, session
 from harness.tasks.summary import judge, summarize
 
@@ -31,7 +31,8 @@ def run(config: Config) -> int:
                 with this.counted(arms):
                     measure(this, arms)
         record = this.run.record
-        score_rows(this.traffic, this.run.rows)
+        with code_runner(config, this.traffic) as runner:
+            score_rows(this.traffic, this.run.rows, runner)
         record.summary = summarize(record, this.run.rows)
         record.gates, verdict = judge(record, this.run.rows)
         this.run.finish("complete", verdict)

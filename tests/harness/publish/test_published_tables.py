@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -17,14 +18,12 @@ from harness.tasks import find
 @pytest.fixture(scope="module")
 def measured(pair, tmp_path_factory):
     """Results of one bench and one gate; tests copy them."""
-    from conftest import HERE
-
     from harness import __main__ as cli
     from harness import interrupt
 
     root = tmp_path_factory.mktemp("measured")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(HERE))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
         patch.setattr(interrupt, "install", lambda: None)
         own = [f"model.target={pair['target']}", f"model.draft={pair['draft']}", "model.calibration=null"]
         common = ["traffic=generated-math", "limit=6", f"out={root}", "engine.module=fake_engine"]

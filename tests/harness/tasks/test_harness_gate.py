@@ -1,8 +1,15 @@
 """The identity gate: what it passes, what it fails, and when it has shown nothing."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from harness.records.read import read_all
+
+HERE = Path(__file__).parents[1]
 
 
 def test_a_gate_that_passes(harness, tmp_path):
@@ -36,6 +43,15 @@ def test_a_gate_that_does_not_pass(harness, tmp_path, fault, status, words):
     assert words in out
     (run,) = read_all(tmp_path / "results")
     assert run.problems == []
+
+
+@pytest.mark.parametrize(("fault", "status"), [("none", 0), ("b0", 1), ("drafts", 2)])
+def test_the_exit_status_is_the_verdict(overrides, fault, status):
+    environment = os.environ | {"PYTHONPATH": str(HERE), "FAKE_FAULT": fault}
+    argv = [sys.executable, "-m", "harness", "task=gate", *overrides]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert f"verdict: {['pass', 'fail', 'inconclusive'][status]}" in done.stdout
 
 
 def test_the_first_divergence_is_recorded(harness, tmp_path):
