@@ -289,6 +289,7 @@ class DSparkDraft(nn.Module):
         device: torch.device | str = "cpu",
     ) -> DSparkDraft:
         """Load config.json and *.safetensors. `target` lends its embedding and lm_head and must fit the config."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         path = Path(path)
@@ -297,7 +298,10 @@ class DSparkDraft(nn.Module):
         if not shards:
             raise DraftError(f"draft folder {path}: expected *.safetensors, found none")
         draft = cls(config)
-        tensors = {name: t for shard in shards for name, t in load_file(shard).items() if name not in BORROWED}
+        try:
+            tensors = {name: t for shard in shards for name, t in load_file(shard).items() if name not in BORROWED}
+        except SafetensorError as error:
+            raise DraftError(f"draft folder {path}: {error}") from None
         if draft.confidence_head is None:
             tensors = {name: t for name, t in tensors.items() if not name.startswith("confidence_head.")}
         expected = draft.state_dict()

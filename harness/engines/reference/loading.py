@@ -40,6 +40,10 @@ class Options:
     deterministic: bool = False
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def _folder(name: str, path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
@@ -51,7 +55,7 @@ def _folder(name: str, path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise LoadError(f"{name}: {path} from the hub: {str(error).splitlines()[0]}") from None
+        raise LoadError(f"{name}: {path} from the hub: {first_line(error)}") from None
 
 
 def check_target(folder: Path) -> Any:
@@ -60,7 +64,10 @@ def check_target(folder: Path) -> Any:
 
     if not (folder / "config.json").is_file():
         raise LoadError(f"model-path: expected a config.json in {folder}, found none")
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"model-path: {folder}: {first_line(error)}") from None
     for field, expected in (
         ("model_type", "qwen3"),
         ("attention_bias", False),
@@ -78,14 +85,22 @@ def check_target(folder: Path) -> Any:
 
 def load_target(folder: Path, dtype: torch.dtype, device: str) -> Any:
     """A Qwen3ForCausalLM."""
+    from safetensors import SafetensorError
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # stderr is for what is wrong
+    logging.set_verbosity_error()
     try:
-        model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise LoadError(f"model-path: {folder}: {str(error).splitlines()[0]}") from None
+        loaded: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise LoadError(f"model-path: {folder}: {first_line(error)}") from None
+    model, info = loaded
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):  # transformers would fill in random weights
+        if info[problem]:
+            raise LoadError(
+                f"model-path: {folder}: expected the tensors of the config, found {problem}: {min(info[problem])}"
+            )
     return model.to(device).eval()
 
 

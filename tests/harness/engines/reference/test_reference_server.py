@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import httpx
 import pytest
 import torch
 from reference_pair import make_draft, make_target
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -257,6 +259,10 @@ def test_sigterm_in_the_middle_of_a_request_ends_it_and_exits_zero(folders):
         ("bad policy", "SPECACCEPT_POLICY"),
         ("limit", "max-total-tokens"),
         ("not qwen3", "model_type"),
+        ("no such type", "model-path"),
+        ("a tensor is missing", "missing_keys"),
+        ("target cut short", "model-path"),
+        ("draft cut short", "draft folder"),
     ],
 )
 def test_what_cannot_be_served_exits_with_one_line(folders, tmp_path, change, said, capsys, monkeypatch):
@@ -270,10 +276,20 @@ def test_what_cannot_be_served_exits_with_one_line(folders, tmp_path, change, sa
         monkeypatch.setenv("SPECACCEPT_POLICY", '{"rule": "asd", "budget": -1}')
     elif change == "limit":
         args += ["--max-total-tokens", "100000"]
-    else:
+    elif change in ("not qwen3", "no such type"):
         target = tmp_path
-        config = json.loads((folders[0] / "config.json").read_text()) | {"model_type": "llama"}
+        kind = {"model_type": "llama" if change == "not qwen3" else "qwen99"}
+        config = json.loads((folders[0] / "config.json").read_text()) | kind
         (target / "config.json").write_text(json.dumps(config))
+    else:
+        target, draft = (Path(shutil.copytree(f, tmp_path / f.name)) for f in folders)
+        file = (draft if "draft" in change else target) / "model.safetensors"
+        if change == "a tensor is missing":
+            tensors = load_file(file)
+            del tensors["model.norm.weight"]
+            save_file(tensors, file, {"format": "pt"})
+        else:
+            file.write_bytes(file.read_bytes()[:-100])
     status = main(["--model-path", str(target), "--draft-path", str(draft), *args])
     out, error = capsys.readouterr()
     assert (status, out) == (1, "")
