@@ -25,15 +25,15 @@ __all__ = [
 ]
 
 
-def score(item: Any, text: str, finish_reason: str | Mapping[str, Any]) -> Score:
+def score(item: Any, text: str, finish_reason: str | Mapping[str, Any], *, runner: Runner | None = None) -> Score:
     """Score one answer by its item's task.
 
     text: the decoded output ids. finish_reason: "stop" or "length", or the engine's object with that as "type". Raises
     ValueError for another reason (the request failed) or a broken item, SandboxError where code could not be run; never
-    on a text.
+    on a text. runner: where code answers run; None: run_code.
     """
     if item.task == "math":
         return math.score(item, text, finish_reason)
     if item.task == "code":
-        return score_code(item, text, finish_reason)
+        return score_code(item, text, finish_reason, runner=runner)
     raise ValueError(f"task of {item.id}: expected math or code, found {item.task!r}")
