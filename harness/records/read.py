@@ -33,7 +33,10 @@ def read(folder: Path) -> Loaded:
     problems = [f"{folder.name}: {problem}" for problem in _problems(folder, record)]
     rows: list[Row] = []
     if (folder / REQUESTS).exists() and not problems:
-        rows = read_rows(folder / REQUESTS)
+        try:
+            rows = read_rows(folder / REQUESTS)
+        except (OSError, ValueError) as error:  # msgspec's and Arrow's errors are ValueErrors
+            problems.append(f"{folder.name}: {REQUESTS}: {str(error).splitlines()[0]}")
     return Loaded(folder, record, rows, problems)
 
 

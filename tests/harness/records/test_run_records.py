@@ -3,12 +3,13 @@
 import json
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
 
 from harness.records import Row, Run
 from harness.records.provenance import code, environment
 from harness.records.read import read, read_all
-from harness.records.run import plan_digest, read_rows
+from harness.records.run import plan_digest, read_rows, sha256
 from harness.records.schema import Arm, Identity, Verdict
 
 
@@ -133,6 +134,16 @@ def test_other_rows_are_noticed(run):
     assert any("requests.parquet" in problem for problem in read(run.folder).problems)
     path.unlink()
     assert any("requests.parquet" in problem for problem in read(run.folder).problems)
+
+
+def test_rows_of_another_shape_are_unsound(run):
+    complete(run)
+    path = run.folder / "requests.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["wall_s"]), path)
+    run.record.requests_sha256 = sha256(path)
+    run.save()
+    (problem,) = read(run.folder).problems
+    assert "requests.parquet" in problem
 
 
 def test_a_folder_without_a_record(tmp_path):
