@@ -55,6 +55,7 @@ def test_dense_steps_follow_the_rule_slot_by_slot(fused, path, on):
             if slot < 0:
                 assert (int(step.length[b]), int(step.bonus[b])) == (0, 0)
                 assert not step.report.charge[b].any()
+                assert (int(step.report.stop[b]), int(state.bits[b]), float(state.before[b])) == (0, 0, 0)
                 continue
             one = slice(b, b + 1)
             config = Params(*(p[slot : slot + 1] for p in want_params))
