@@ -12,6 +12,7 @@ mean something, the token rates do not.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from harness.engines.reference.sampling import Sampling
 
 ROOT = Path(__file__).parents[3]
 PAIR = ROOT / "recipes/checkpoints"
-ASD = Policy("asd", budget=2.0625, gate=2.0625, max_mismatches=1, suffix_value="normalized")  # the published q25
+Q25 = Policy("asd", budget=2.0625, gate=2.0625, max_mismatches=1, suffix_value="normalized")  # the published one
 SLOTS = (1, 8, 16, 32)
 
 
@@ -59,6 +60,12 @@ def read_pair(target: Path, draft: Path, dtype: torch.dtype, device: str) -> tup
     return model, DSparkDraft.from_folder(draft, model, dtype, device)
 
 
+def policy_of(draft: Path) -> Policy:
+    """The pair's own calibrated policy, where its folder has one."""
+    file = draft / "calibration.json"
+    return Policy.from_json(json.loads(file.read_text())["policy"]) if file.is_file() else Q25
+
+
 def prompts_of(folder: Path, count: int) -> list[list[int]]:
     """Rendered prompts of the generated traffic."""
     from harness.engines.tokenizer import Tokenizer
@@ -74,7 +81,7 @@ def request(prompt: list[int], new_tokens: int, policy: Policy | None = None, ig
     return Request("benchmark", prompt, params)
 
 
-def batch_one(model: Any, engine: Engine, prompts: list[list[int]], new_tokens: int) -> None:
+def batch_one(model: Any, engine: Engine, asd: Policy, prompts: list[list[int]], new_tokens: int) -> None:
     device, eos = engine.device, sorted(engine.eos) or None
     done: list[Request] = []
 
@@ -106,7 +113,7 @@ def batch_one(model: Any, engine: Engine, prompts: list[list[int]], new_tokens: 
         "transformers greedy": transformers(),
         "transformers prompt lookup": transformers(prompt_lookup_num_tokens=engine.drafts),
         "reference strict": ours(None),
-        "reference asd (q25)": ours(ASD),
+        "reference asd": ours(asd),
     }
     seconds, tokens = dict.fromkeys(contenders, 0.0), dict.fromkeys(contenders, 0)
     outputs: dict[str, list[list[int]]] = {name: [] for name in contenders}
@@ -125,7 +132,7 @@ def batch_one(model: Any, engine: Engine, prompts: list[list[int]], new_tokens: 
         rate = tokens[name] / seconds[name]
         same = sum(a == b for a, b in zip(outputs[name], outputs["transformers greedy"], strict=True))
         print(f"{name:28s} {rate:9.1f} {rate / baseline:6.2f} {tokens[name]:7d}  {same}/{len(prompts)}")
-    for key in ("strict", ASD.key):
+    for key in ("strict", asd.key):
         of = [r for r in done[2:] if r.policy.key == key]
         steps = sum(r.steps for r in of)
         print(f"tokens per step, {key}: {sum(len(r.output) for r in of) / max(steps, 1):.2f}")
@@ -184,7 +191,7 @@ def main() -> int:
     size = sum(p.numel() for p in model.parameters()) / 1e6
     where = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {args.threads} threads"
     print(f"target {size:.1f} M parameters, {args.dtype}, {where}, eos {sorted(eos_ids(model))}")
-    batch_one(model, engine, prompts, args.new_tokens)
+    batch_one(model, engine, Q25 if args.random else policy_of(args.draft_path), prompts, args.new_tokens)
     batches(model, draft, options, prompts, args.new_tokens, args.random)
     return 0
 
