@@ -50,26 +50,28 @@ class Plan:
     A stage that would take longer than its seconds decays its rate faster and ends in time (training.json tells).
     """
 
-    steps: int = 3000
+    steps: int = 2500
     rows: int = 128
     target_seconds: float = 90.0
     math_share: float = 0.6
     muon: float = 0.02
     adam: float = 4e-3
     weight_decay: float = 0.01
-    corpus: int = 80_000
+    corpus: int = 24_000
     corpus_batch: int = 4096
     sampled_share: float = 0.25
     sampling_temperature: float = 0.7
-    corpus_seconds: float = 100.0
-    draft_steps: int = 4000
+    corpus_seconds: float = 60.0
+    draft_steps: int = 500
     draft_seconds: float = 150.0
     draft_rows: int = 128
     anchors: int = 24
     draft_muon: float = 0.02
     draft_adam: float = 3e-3
-    draft_layers: int = 2
-    markov_rank: int = 48
+    draft_layers: int = 1
+    draft_intermediate: int = 768
+    draft_reads: tuple[int, ...] = (1, 3)  # target layers; the last one is not allowed
+    markov_rank: int = 32
     hard_weight: float = 0.3
     decay: float = 4.0
     tests: int = 1000
@@ -84,23 +86,22 @@ PLANS = {
         steps=6, rows=4, corpus=16, corpus_batch=8, draft_steps=4, draft_rows=4, anchors=3, tests=6, calibration_items=4
     ),
 }
-LAYERS_SEEN = (1, 3, 4)
 BLOCK = 7
 
 
 class Log:
     """training.json: written again after every entry, so that a stop leaves what is known."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: Plan, known: dict[str, Any] | None = None) -> None:
         self.path, self.start = path, time.monotonic()
-        self.entries: dict[str, Any] = {"plan": asdict(plan), "torch": torch.__version__, "curves": {}}
+        self.entries: dict[str, Any] = {"plan": asdict(plan), "torch": torch.__version__, "curves": {}} | (known or {})
 
     def seconds(self) -> float:
         return time.monotonic() - self.start
 
     def put(self, name: str, value: Any) -> None:
         self.entries[name] = value
-        self.entries["seconds"] = round(self.seconds(), 1)
+        self.entries.setdefault("seconds", {})[name] = round(self.seconds(), 1)
         self.path.write_text(json.dumps(self.entries, indent=1) + "\n")
         print(f"[{self.seconds():6.1f}s] {name}: {json.dumps(value)[:600]}", flush=True)
 
@@ -372,10 +373,10 @@ def train_draft(target: Target, found: list[Answer], plan: Plan, out: Path, log:
     c = target.config
     torch.manual_seed(plan.seed + 2)
     config = DraftConfig(
-        hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=plan.draft_layers,
+        hidden_size=c.hidden_size, intermediate_size=plan.draft_intermediate, num_hidden_layers=plan.draft_layers,
         num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim,
         vocab_size=c.vocab_size, rms_norm_eps=c.rms_norm_eps, rope_theta=c.rope_theta, block_size=BLOCK,
-        mask_token_id=data.tokenizer().token_to_id("<|mask|>"), target_layer_ids=LAYERS_SEEN,
+        mask_token_id=data.tokenizer().token_to_id("<|mask|>"), target_layer_ids=plan.draft_reads,
         num_target_layers=c.num_hidden_layers,
         markov_rank=plan.markov_rank, max_position_embeddings=c.max_position_embeddings,
     )  # fmt: skip
@@ -391,7 +392,7 @@ def train_draft(target: Target, found: list[Answer], plan: Plan, out: Path, log:
     for step in range(plan.draft_steps):
         ids, lengths, anchors = next(batches)
         with torch.no_grad():
-            hidden, context = target(ids, keep=LAYERS_SEEN)
+            hidden, context = target(ids, keep=plan.draft_reads)
             target_logits = target.logits(hidden)
         assert context is not None
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -455,7 +456,7 @@ def right(found: list[Answer], pool: Any) -> list[bool]:
 
 
 @torch.no_grad()
-def speculate(target: Target, draft: DSparkDraft, found: list[Answer], batch: int = 24) -> dict[str, Any]:
+def speculate(target: Target, draft: DSparkDraft, found: list[Answer], batch: int = 16) -> dict[str, Any]:
     """What strict verification does on greedy answers: accept length of every block, regret at every first rejection.
 
     A greedy answer is its own continuation, so the blocks at all its anchors are proposed at once, and a teacher-forced
@@ -562,7 +563,8 @@ def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log) -
         first = data.MODULES[task].split("test").start
         seeds = range(first, first + plan.tests)
         parts = pool.map(data.prompts, [(task, s, min(64, seeds.stop - s)) for s in range(first, seeds.stop, 64)])
-        made = answers(target, task, seeds, [p for part in parts for p in part], stop, 1024)
+        batch = 1024 if device.type == "cuda" else 64
+        made = answers(target, task, seeds, [p for part in parts for p in part], stop, batch)
         good = right(made, pool)
         ended = [a.output[-1] == stop for a in made]
         result: dict[str, Any] = {
@@ -573,6 +575,7 @@ def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log) -
         if draft is not None:
             result |= describe(speculate(target, draft, [a for a, e in zip(made, ended, strict=True) if e]))
         log.put(f"test_{task}", result)
+    log.put("measured", {"device": device.type, "dtype": "float32", "torch": torch.__version__})
 
 
 def main() -> None:
@@ -583,6 +586,7 @@ def main() -> None:
     parser.add_argument("--plan", choices=PLANS, default="full")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="change single fields of the plan")
     parser.add_argument("--target", type=Path, help="skip the first stage: a folder that holds a trained target")
+    parser.add_argument("--evaluate", action="store_true", help="only measure the pair that --out holds again")
     parser.add_argument("--workers", type=int, default=None)
     args = parser.parse_args()
     plan = PLANS[args.plan]
@@ -590,11 +594,15 @@ def main() -> None:
         name, value = item.split("=", 1)
         plan = replace(plan, **{name: type(getattr(plan, name))(value)})
     args.out.mkdir(parents=True, exist_ok=True)
-    log = Log(args.out / "training.json", plan)
+    known = json.loads((args.out / "training.json").read_text()) if args.evaluate else None
+    log = Log(args.out / "training.json", plan, known)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and generation has many
     with multiprocessing.get_context("fork").Pool(args.workers) as pool:
+        if args.evaluate:
+            evaluate(args.out, plan, pool, device, log)
+            return
         log.put("device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
         stop, end = (data.tokenizer().token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>"))
         trained = Target.from_folder(args.target) if args.target else train_target(plan, pool, device, log)

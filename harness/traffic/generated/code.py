@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from random import Random
@@ -17,11 +18,21 @@ from typing import Any
 
 from harness.traffic.generated import draw, phrase, sentence, split, split_of
 
-__all__ = ["Operation", "Problem", "Step", "problem", "split", "split_of"]
+__all__ = ["MIXES", "Mix", "Operation", "Problem", "Step", "problem", "split", "split_of"]
 
-MIN_OPERATIONS, MAX_OPERATIONS = 2, 5
-WORDED = 0.5  # how often a whole-number parameter is given by a sum to work out
 _SIZES = (0, 1, 3, 5, 6, 8, 9)  # of the inputs that tests use
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How many operations a task has, and how often a whole-number parameter is given by a sum to work out."""
+
+    shortest: int
+    longest: int
+    worded: float
+
+
+MIXES = {"train": Mix(2, 5, 0.6), "held out": Mix(2, 5, 0.9)}
 
 
 @dataclass(frozen=True)
@@ -286,13 +297,13 @@ def _run(steps: tuple[Step, ...], value: Any) -> list[Any]:
 def _worded(k: int, rng: Random) -> tuple[str, str]:
     """A sum that gives k, in words and in figures."""
     kind = rng.random()
-    if kind < 0.35:
-        other = rng.randint(14, 480)
+    if kind < 0.25:
+        other = rng.randint(34, 780)
         return rng.choice((f"{k + other} minus {other}", f"{k + other} - {other}")), f"{k + other} - {other}"
-    if kind < 0.75:
-        other = rng.randint(3, 39)
+    if kind < 0.55:
+        other = rng.randint(12, 89)
         return rng.choice((f"{k * other} divided by {other}", f"{k * other} / {other}")), f"{k * other} / {other}"
-    first, second = rng.randint(2, 12), rng.randint(3, 29)
+    first, second = rng.randint(4, 19), rng.randint(11, 49)
     rest = first * second - k
     sign, word, size = ("-", "minus", rest) if rest >= 0 else ("+", "plus", -rest)
     written = f"{first} * {second} {sign} {size}"
@@ -352,26 +363,26 @@ def _write(made: Problem, rng: Random) -> tuple[list[str], list[str]]:
     return head + [f"    {line}" for line in body], notes
 
 
-def _chain(source: str, argument: str, rng: Random) -> tuple[Step, ...]:
+def _chain(source: str, argument: str, mix: Mix, rng: Random) -> tuple[Step, ...]:
     kind = source
     chain: list[Step] = []
-    for index in range(rng.randint(MIN_OPERATIONS, MAX_OPERATIONS)):
+    for index in range(rng.randint(mix.shortest, mix.longest)):
         used = {step.operation.key for step in chain}
         op = rng.choice(
             [op for op in _BY_SOURCE[kind] if op.key not in used and (index == 0 or op.key not in _COUNTING)]
         )
         k = rng.choice(op.parameters) if op.parameters else None
-        said, figures = _worded(k, rng) if isinstance(k, int) and rng.random() < WORDED else (str(k), "")
+        said, figures = _worded(k, rng) if isinstance(k, int) and rng.random() < mix.worded else (str(k), "")
         chain.append(Step(op, k, phrase(op.ask, rng, {"k": said, "n": argument}), figures))
         kind = op.result
     return tuple(chain)
 
 
-def _make(rng: Random) -> Problem:
+def _make(mix: Mix, rng: Random) -> Problem:
     source = rng.choice(("ints", "ints", "ints", "str", "str", "int"))
     argument = rng.choice(_NAMES[source][:3])
     while True:
-        steps = _chain(source, argument, rng)
+        steps = _chain(source, argument, mix, rng)
         inputs = [_sample(source, rng, size) for size in _SIZES]
         results = [_run(steps, value) for value in inputs]
         # A composition that forgets its input, or makes huge numbers, is no task.
@@ -409,4 +420,5 @@ def _make(rng: Random) -> Problem:
 
 def problem(seed: int) -> Problem:
     """The task of one seed (a pure function of it). Raises ValueError for a seed outside every split."""
-    return replace(draw(seed, "code", _make), seed=seed)
+    mix = MIXES["train" if split_of(seed) == "train" else "held out"]
+    return replace(draw(seed, "code", partial(_make, mix)), seed=seed)
