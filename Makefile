@@ -19,7 +19,7 @@ help: ## this list
 
 setup: $(STAMP) ## the virtual environment of this checkout, from requirements.lock
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "specaccept: installing into $(VENV) (once; minutes on a first run)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
