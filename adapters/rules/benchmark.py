@@ -183,20 +183,20 @@ def sglang(module: str, name: str) -> Callable:
         raise Unsupported(f"{path}.{name} does not import: {type(error).__name__}: {error}") from None
 
 
-def sglang_verify(kernel: Callable, block: bool, ids: Tensor, p: Tensor, q: Tensor) -> None:
-    """chain_speculative_sampling_triton with buffers of its own shapes."""
+def sglang_verify(kernel: Callable, block: bool, ids: Tensor) -> Callable[[Tensor, Tensor], object]:
+    """chain_speculative_sampling_triton on (p, q): buffers made once, coins drawn in every call."""
     B, K = ids.shape
-    device = ids.device
     candidates = torch.cat([ids[:, :1], ids], 1)
-    index = torch.arange(B * (K + 1), device=device).view(B, K + 1)
-    kernel(
-        torch.empty(B * (K + 1), dtype=torch.int64, device=device),
-        torch.empty(B, K + 1, dtype=torch.int64, device=device),
-        torch.empty(B, dtype=torch.int32, device=device),
-        candidates, index, index, index,
-        torch.rand(B, K + 1, device=device), torch.rand(B, device=device), p, q, 1.0, 1.0, True,
-        **({"block_verification": True} if block else {}),
-    )  # fmt: skip
+    index = torch.arange(B * (K + 1), device=ids.device).view(B, K + 1)
+    predicts, accepted, length = index.flatten().clone(), index.clone(), index[:, 0].to(torch.int32)
+    flags = {"block_verification": True} if block else {}
+
+    def call(p: Tensor, q: Tensor) -> object:
+        coins, last = torch.rand(B, K + 1, device=ids.device), torch.rand(B, device=ids.device)
+        chain = (predicts, accepted, length, candidates, index, index, index)
+        return kernel(*chain, coins, last, p, q, 1.0, 1.0, True, **flags)
+
+    return call
 
 
 # --- providers: name -> calls over the data sets ------
@@ -262,16 +262,18 @@ def sampled_providers(sets: list[Data]) -> Iterator[tuple[str, Callable[[], Call
 
     def theirs(block: bool) -> Calls:
         kernel = sglang("reject_sampling", "chain_speculative_sampling_triton")
-        return each(sets, lambda d: sglang_verify(kernel, block, d.sampled_ids, *both_softmaxes(d)))
+        verify = [sglang_verify(kernel, block, d.sampled_ids) for d in sets]
+        return [partial(lambda d, v: v(*both_softmaxes(d)), d, v) for d, v in zip(sets, verify, strict=True)]
 
     def blockwise() -> Calls:
         kernel = sglang("dspark.blockwise_rejection", "blockwise_rejection_triton")
         noise = sglang("dspark.blockwise_rejection", "make_rejection_noise")(0, "cuda")
         warm = torch.ones(B, device="cuda")
+        candidates = [torch.cat([d.sampled_ids[:, :1], d.sampled_ids], 1) for d in sets]
 
-        def call(d: Data) -> object:
+        def call(d: Data, chain: Tensor) -> object:
             return kernel(
-                candidates=torch.cat([d.sampled_ids[:, :1], d.sampled_ids], 1),
+                candidates=chain,
                 target_logits=d.target.view(-1, V),
                 draft_logits=d.draft,
                 target_temperatures=warm,
@@ -279,7 +281,7 @@ def sampled_providers(sets: list[Data]) -> Iterator[tuple[str, Callable[[], Call
                 noise=noise,
             )
 
-        return each(sets, call)
+        return [partial(call, d, chain) for d, chain in zip(sets, candidates, strict=True)]
 
     yield "specaccept block from logits", lambda: from_logits("block")
     yield "specaccept chain from logits", lambda: from_logits("chain")
@@ -385,8 +387,8 @@ def bench(log: Log, shapes: list[tuple[int, int]], batches: list[int], dtypes: l
                 torch.cuda.empty_cache()
 
 
-def sweep(batches: list[int], dtypes: list[torch.dtype]) -> None:
-    """Launch parameters at V = 151,936, K = 7: what the defaults of `plan` and `Tuning` come from. Prints only."""
+def sweep(log: Log, batches: list[int], dtypes: list[torch.dtype]) -> None:
+    """Launch parameters at V = 151,936, K = 7: what the defaults of `plan` and `Tuning` come from."""
     V, K = 151_936, 7
     generator = torch.Generator("cuda").manual_seed(1)
     for dtype in dtypes:
@@ -394,59 +396,58 @@ def sweep(batches: list[int], dtypes: list[torch.dtype]) -> None:
             both = B * V * dtype.itemsize * (2 * K + 1)
             sets = [make_data(B, K, V, dtype, generator) for _ in range(max(1, round(ROTATE / both)))]
             slots = torch.arange(B, device="cuda")
-            for name, found in (("fused", sweep_fused(sets, slots)), ("block", sweep_block(sets, slots))):
+            name = str(dtype).removeprefix("torch.")
+            for kernel, found in (
+                (GREEDY, sweep_fused(sets, slots)),
+                (SAMPLED, sweep_block(sets, slots)),
+                (SAMPLED, sweep_stages(sets, slots)),
+            ):
+                for us, variant in found:
+                    log.add(Row(kernel, variant, V, K, B, name, "sweep", "us", us))
                 best = ", ".join(f"{variant} {us:.1f}" for us, variant in sorted(found)[:7])
-                print(f"{name} {dtype} B={B}: {best}", flush=True)
-            parts(sets, slots)
+                print(f"{name} B={B}: {best}", flush=True)
 
 
 def sweep_fused(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
-    """(us, "pieces x block / warps") of the fused greedy accept."""
+    """(us, "fused pieces x block / warps") of the greedy accept."""
     B, K = sets[0].greedy_ids.shape
     state = AsdState(B, K, B, "cuda")
     state.assign(range(B), AsdConfig(1e6))
     calls, found = each(sets, lambda d: state.fused(d.greedy_ids, d.target, slots)), []
-    for block, warps in ((2048, 4), (4096, 8), (1024, 4)):
-        for pieces in (1, 2, 4, 8, 16, 32, 64):
-            if 256 <= B * (K + 1) * pieces <= 4096:
+    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 4)):
+        for pieces in (1, 2, 4, 8, 16, 32):
+            if 64 <= B * (K + 1) * pieces <= 4096:
                 asd_kernel.TUNING = (pieces, block, warps)
-                found.append((replay_us(calls)[1], f"{pieces}x{block}/{warps}"))
+                found.append((replay_us(calls)[1], f"fused {pieces}x{block}/{warps}"))
     asd_kernel.TUNING = None
     return found
 
 
 def sweep_block(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
-    """(us, variant) of the block verification from logits."""
+    """(us, "block chunk / warps @ programs") of the block verification from logits."""
+    B, K, V, found = *sets[0].sampled_ids.shape, sets[0].target.shape[2], []
+    for chunk, warps in ((2048, 4), (2048, 2), (1024, 4), (4096, 4)):
+        state = SampledState("block", B, K, B, V, "cuda", chunk)
+        state.assign(range(B), range(B))
+        calls = each(sets, partial(lambda s, d: s.from_logits(d.sampled_ids, d.target, d.draft, slots), state))
+        for programs in (4096, 16384):
+            block_kernel.TUNING = block_kernel.Tuning(warps, programs)
+            found.append((replay_us(calls)[1], f"block {chunk}/{warps}@{programs}"))
+    block_kernel.TUNING = block_kernel.Tuning()
+    return found
+
+
+def sweep_stages(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
+    """(us, "block up to ...") of the block verification with its later launches left out: where its time goes."""
     B, K, V, found = *sets[0].sampled_ids.shape, sets[0].target.shape[2], []
     state = SampledState("block", B, K, B, V, "cuda")
     state.assign(range(B), range(B))
     calls = each(sets, lambda d: state.from_logits(d.sampled_ids, d.target, d.draft, slots))
-    default = block_kernel.TUNING
-    for prepare, finish, pdl in ((4, 8, True), (4, 8, False), (2, 8, True), (1, 8, True), (4, 4, True), (2, 4, True)):
-        block_kernel.TUNING = replace(default, prepare=prepare, finish=finish, pdl=pdl)
-        found.append((replay_us(calls)[1], f"{prepare}/{finish}{' pdl' if pdl else ''}"))
-    for programs in (4096, 8192):
-        block_kernel.TUNING = replace(default, programs=programs)
-        found.append((replay_us(calls)[1], f"@{programs}"))
-    block_kernel.TUNING = default
-    return found
-
-
-def parts(sets: list[Data], slots: Tensor) -> None:
-    """Where the time of the block verification goes, by leaving the later launches out; and what the walk adds."""
-    B, K, V = *sets[0].sampled_ids.shape, sets[0].target.shape[2]
-    state = SampledState("block", B, K, B, V, "cuda")
-    state.assign(range(B), range(B))
-    times = []
-    for upto in range(1, 5):
-        block_kernel.STAGES = upto
-        times.append(replay_us(each(sets, lambda d: state.from_logits(d.sampled_ids, d.target, d.draft, slots)))[1])
+    for count, name in enumerate(("stats", "prepare", "mass", "finish"), 1):
+        block_kernel.STAGES = count
+        found.append((replay_us(calls)[1], f"block up to {name}"))
     block_kernel.STAGES = 4
-    names = ["+stats", "+prepare", "+mass", "+finish"]
-    for name, make in itertools.islice(greedy_providers(sets), 2):
-        names.append(name)
-        times.append(replay_us(make())[1])
-    print("  " + ", ".join(f"{n} {t:.1f}" for n, t in zip(names, times, strict=True)), flush=True)
+    return found
 
 
 def main() -> int:
@@ -463,14 +464,13 @@ def main() -> int:
         print("adapters.rules.benchmark: needs a CUDA device, found none", file=sys.stderr)
         return 2
     dtypes = [getattr(torch, name) for name in args.dtypes]
-    if args.sweep:
-        sweep(args.B, dtypes)
-        return 0
     gpu = torch.cuda.get_device_name().lower().replace(" ", "-")
     shapes = [(int(V), int(K)) for V, K in (s.split("x") for s in args.shapes)]
-    bench(
-        Log(args.out / f"{gpu}.csv", args.commit or commit()), shapes, args.B, [getattr(torch, d) for d in args.dtypes]
-    )
+    log = Log(args.out / f"{gpu}.csv", args.commit or commit())
+    if args.sweep:
+        sweep(log, args.B, dtypes)
+    else:
+        bench(log, shapes, args.B, dtypes)
     return 0
 
 

@@ -22,7 +22,7 @@ from adapters.rules.asd.report import BUDGET, Report, settle
 from adapters.rules.common import COUNTERS, FLOATS, INTS, MAX_DRAFTS, RuleError, check, use_kernel
 
 _STRICT = AsdConfig(budget=0.0, max_mismatches=0)
-_PIECES = 64  # triton.MAX_PIECES, without importing Triton
+_PIECES = 32  # triton.MAX_PIECES, without importing Triton
 
 
 class Step(NamedTuple):
@@ -64,7 +64,6 @@ class AsdState:
         self._accepted = torch.zeros(rows * (K + 1), dtype=torch.int32, device=device)
         self._report = Report.empty(rows, K, device)
         self._keys = torch.zeros(rows * (K + 1) * _PIECES, dtype=torch.int64, device=device)
-        self._gathered = torch.zeros(rows * (K + 1), dtype=torch.float32, device=device)
         self._done = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def assign(self, slots: Sequence[int], configs: AsdConfig | Sequence[AsdConfig]) -> None:
@@ -205,7 +204,7 @@ class AsdState:
             step.ids, step.accepted, report, self.before[:B], self.bits[:B], self.counts, self.regret,
         )  # fmt: skip
         if top is None:
-            kernel.fused(launch, self._keys, self._gathered, self._done)
+            kernel.fused(launch, self._keys, self._done)
         else:
             kernel.walk(launch, top)
         return step

@@ -27,7 +27,7 @@ _GATE, _CAP = tl.constexpr(GATE), tl.constexpr(CAP)
 _INF = tl.constexpr(float("inf"))
 _INTERPRETED = tl.constexpr(interpreted())
 
-MAX_PIECES = 64  # programs per row at most
+MAX_PIECES = 32  # programs per row at most
 _PIECES = tl.constexpr(MAX_PIECES)
 _NOTHING = tl.constexpr(-(2**63))  # below every key
 _COUNTERS = tl.constexpr(len(COUNTERS))
@@ -69,7 +69,7 @@ def _extent(b, here, Starts, Live, rows, requests, K: tl.constexpr, RAGGED: tl.c
 @triton.jit
 def _walk(
     b, here, slot, live, first, zoff, stride_z,
-    Draft, draft_row, stride_d, Top, Keys, Gathered, pieces, Logits, V,
+    Draft, draft_row, stride_d, Top, Keys, pieces, Logits, V,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
     K: tl.constexpr, KP: tl.constexpr, FROM_KEYS: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr,
@@ -86,10 +86,7 @@ def _walk(
     x = tl.load(Draft + draft_row[:, None] * stride_d + i, mask=drafted, other=-1).to(tl.int64)
     known = drafted & (x >= 0) & (x < V)
     row = zoff[:, None] + i * stride_z
-    if FROM_KEYS:
-        z_x = tl.load(Gathered + first[:, None] + i, mask=known, other=float("nan"))
-    else:
-        z_x = tl.load(Logits + row + x, mask=known, other=float("nan")).to(tl.float32)
+    z_x = tl.load(Logits + row + x, mask=known, other=float("nan")).to(tl.float32)
     spent0 = tl.load(Spent + slot, mask=real, other=0.0)
     budget = tl.load(Budget + slot, mask=real, other=0.0)
     gate = tl.load(Gate + slot, mask=real, other=0.0)
@@ -187,54 +184,16 @@ def _walk_kernel(
     zoff = first * stride_z if RAGGED else b.to(tl.int64) * stride_b
     draft_row = slot if TABLE else b.to(tl.int64)
     _walk(
-        b, here, slot, live, first, zoff, stride_z, Draft, draft_row, stride_d, Top, Top, Logits, 1, Logits, V,
+        b, here, slot, live, first, zoff, stride_z, Draft, draft_row, stride_d, Top, Top, 1, Logits, V,
         Spent, Budget, Gate, Cap, Norm, Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
         K, KP, False, IDS, ACCEPT, REPORT, CUT, COUNT,
     )  # fmt: skip
 
 
-@triton.jit
-def _stream(base, V, piece, per, blocks, Key, BLOCK: tl.constexpr, DEEP: tl.constexpr):
-    """Reduce one piece of a row at `base` to its key: order_key above, index below, so that max is torch.argmax.
-
-    DEEP 1: every lane tracks its best and where that was. Deeper: a thread takes the best of DEEP logits at a time and
-    tracks the block only, fewer instructions a logit, and which of them it was is looked up once at the end.
-    """
-    wide: tl.constexpr = BLOCK // DEEP
-    lane = tl.arange(0, wide)
-    best = tl.full([wide], -0x80000000, tl.int32)
-    where = tl.zeros([wide], tl.int32)
-    if DEEP == 1:
-        for c in range(piece * per, tl.minimum(piece * per + per, blocks)):
-            v = c * BLOCK + lane
-            key = order_key(tl.load(base + v, mask=v < V, other=float("-inf")).to(tl.float32))
-            take = key > best
-            best = tl.where(take, key, best)
-            where = tl.where(take, v, where)
-        packed = (best.to(tl.int64) << 31) | (0x7FFFFFFF - where).to(tl.int64)
-        tl.store(Key, tl.max(packed, axis=0))
-    else:
-        deep = tl.arange(0, DEEP)[:, None] * wide + lane[None, :]
-        for c in range(piece * per, tl.minimum(piece * per + per, blocks)):
-            v = c * BLOCK + deep
-            z = tl.load(base + v, mask=v < V, other=float("-inf")).to(tl.float32)
-            key = tl.max(order_key(z), axis=0)
-            take = key > best
-            best = tl.where(take, key, best)
-            where = tl.where(take, c, where)
-        highest = tl.max(best, axis=0)
-        v = where[None, :] * BLOCK + deep
-        again = (best == highest)[None, :] & (v < V)
-        z = tl.load(base + v, mask=again, other=0.0).to(tl.float32)
-        found = tl.where(again & (order_key(z) == highest), v, 0x7FFFFFFF)
-        index = tl.min(tl.min(found, axis=0), axis=0)
-        tl.store(Key, (highest.to(tl.int64) << 31) | (0x7FFFFFFF - index).to(tl.int64))
-
-
 @triton.jit(do_not_specialize=["requests", "rows", "blocks", "per", "pieces"])  # a new batch size must not compile anew
 def _fused_kernel(
     Draft, stride_d, Logits, stride_b, stride_z, V, blocks, per, pieces,
-    Keys, Gathered, Done,
+    Keys, Done,
     Slots, Starts, Live, requests, rows,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
@@ -243,10 +202,7 @@ def _fused_kernel(
     HAS_LIVE: tl.constexpr, TABLE: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr,
     CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, position, request): the key of one piece of one row; the last one of a request walks.
-
-    Position K+1 is no row: its one program gathers the logits of the drafts while the others stream.
-    """
+    """Program (piece, position, request): the key of one piece of one row; the last one of a request walks."""
     piece, i, b0 = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot0 = b0.to(tl.int64)
     if HAS_SLOTS:
@@ -265,26 +221,38 @@ def _fused_kernel(
             if CUT:
                 tl.store(Before + b0, 0.0)
                 tl.store(Bits + b0, 0)
-    elif (i <= live0) | ((i == K + 1) & (piece == 0)):
+    elif i <= live0:
         zoff = first0 * stride_z if RAGGED else b0.to(tl.int64) * stride_b
-        if i == K + 1:
-            position = tl.arange(0, KP)
-            drafts = Draft + (slot0 if TABLE else b0.to(tl.int64)) * stride_d
-            x = tl.load(drafts + position, mask=position < live0, other=-1).to(tl.int64)
-            known = (x >= 0) & (x < V)
-            z_x = tl.load(Logits + zoff + position.to(tl.int64) * stride_z + x, mask=known, other=float("nan"))
-            tl.store(Gathered + first0 + position, z_x.to(tl.float32), mask=position < live0)
-        else:
-            _stream(Logits + zoff + i.to(tl.int64) * stride_z, V, piece, per, blocks,
-                    Keys + (first0 + i) * pieces + piece, BLOCK, DEEP)  # fmt: skip
+        base = Logits + zoff + i.to(tl.int64) * stride_z
+        # A thread keeps the best of DEEP logits at a time and its block, and looks up which of them it was at the end.
+        wide: tl.constexpr = BLOCK // DEEP
+        lane = tl.arange(0, wide)
+        deep = tl.arange(0, DEEP)[:, None] * wide + lane[None, :]
+        best = tl.full([wide], -0x80000000, tl.int32)
+        where = tl.zeros([wide], tl.int32)
+        for c in range(piece * per, tl.minimum(piece * per + per, blocks)):
+            v = c * BLOCK + deep
+            z = tl.load(base + v, mask=v < V, other=float("-inf")).to(tl.float32)
+            key = tl.max(order_key(z), axis=0)
+            take = key > best
+            best = tl.where(take, key, best)
+            where = tl.where(take, c, where)
+        highest = tl.max(best, axis=0)
+        v = where[None, :] * BLOCK + deep
+        again = (best == highest)[None, :] & (v < V)
+        z = tl.load(base + v, mask=again, other=0.0).to(tl.float32)
+        found = tl.where(again & (order_key(z) == highest), v, 0x7FFFFFFF)
+        index = tl.min(tl.min(found, axis=0), axis=0)
+        packed = (highest.to(tl.int64) << 31) | (0x7FFFFFFF - index).to(tl.int64)
+        tl.store(Keys + (first0 + i) * pieces + piece, packed)
         done = tl.atomic_add(Done + b0, 1, sem="acq_rel")
-        if done == (live0 + 1) * pieces:
+        if done == (live0 + 1) * pieces - 1:
             tl.store(Done + b0, 0)
             slot, first, live = b * 0 + slot0, b * 0 + first0, b * 0 + live0
             draft_row = slot if TABLE else b.to(tl.int64)
             _walk(
                 b, b >= 0, slot, live, first, b * 0 + zoff, stride_z,
-                Draft, draft_row, stride_d, Keys, Keys, Gathered, pieces, Logits, V,
+                Draft, draft_row, stride_d, Keys, Keys, pieces, Logits, V,
                 Spent, Budget, Gate, Cap, Norm,
                 Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
                 K, KP, True, IDS, ACCEPT, REPORT, CUT, COUNT,
@@ -383,28 +351,29 @@ TUNING: tuple[int, int, int] | None = None  # the benchmark's sweep sets it, ins
 
 
 def plan(requests: int, K: int, V: int) -> tuple[int, int, int]:
-    """(pieces of a row, BLOCK, num_warps): about 1,024 programs, eight for each of 132 processors."""
-    return max(1, min(MAX_PIECES, 1024 // (requests * (K + 1)))), 2048 if V > 8192 else 1024, 4
+    """(pieces of a row, BLOCK, num_warps): about 1,024 programs, eight for each of 132 processors (results/kernels)."""
+    block, pieces = 2048 if V > 8192 else 1024, 1
+    while pieces < MAX_PIECES and requests * (K + 1) * 2 * pieces <= 1024 and 2 * pieces * block < V:
+        pieces *= 2
+    return pieces, block, 4
 
 
-def fused(launch: Launch, keys: Tensor, gathered: Tensor, done: Tensor) -> None:
+def fused(launch: Launch, keys: Tensor, done: Tensor) -> None:
     """Form (b): one pass over float32, bfloat16 or float16 logits.
 
-    Scratch: keys int64 [>= rows * MAX_PIECES]; gathered float32 [>= rows]; done int32 [>= B], zero before the first
-    launch and left zero by each.
+    keys int64 [>= rows * MAX_PIECES]; done int32 [>= B], zero before the first launch and left zero by each.
     """
     B, K, V = launch.length.shape[0], launch.draft_ids.shape[1], launch.logits.shape[-1]
     if B == 0:
         return
     pieces, block, warps = TUNING or plan(B, K, V)
     blocks = triton.cdiv(V, block)
-    per = triton.cdiv(blocks, pieces)
-    pieces = triton.cdiv(blocks, per)
-    deep = 1 if launch.logits.element_size() == 4 else max(1, block // (warps * 32 * 8))  # 16-byte loads
+    vector = 16 // launch.logits.element_size()  # 16-byte loads; one thread owns DEEP of them in a block
+    deep = max(1, block // (warps * 32 * vector))
     tensors, flags = launch.arguments()
-    _fused_kernel[(pieces, K + 2, B)](
+    _fused_kernel[(pieces, K + 1, B)](
         launch.draft_ids, launch.draft_ids.stride(0), launch.logits, *launch.strides, V,
-        blocks, per, pieces, keys, gathered, done, *tensors,
+        blocks, triton.cdiv(blocks, pieces), pieces, keys, done, *tensors,
         DEEP=deep, BLOCK=block, **flags, num_warps=warps,
     )  # fmt: skip
 
@@ -424,6 +393,5 @@ def accept(
         walk(launch, z.argmax(-1).contiguous())
     else:
         keys = torch.empty(B * (K + 1) * MAX_PIECES, dtype=torch.int64, device=device)
-        gathered = torch.empty(B * (K + 1), dtype=torch.float32, device=device)
-        fused(launch, keys, gathered, torch.zeros(B, dtype=torch.int32, device=device))
+        fused(launch, keys, torch.zeros(B, dtype=torch.int32, device=device))
     return out

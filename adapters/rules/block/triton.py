@@ -14,7 +14,6 @@ adds one to the step of each slot. Nothing waits for the host and nothing is all
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -54,14 +53,11 @@ def _stats_kernel(
     Draft, stride_d, Target, target_b, target_r, DraftZ, draft_b, draft_r, V, chunks, per,
     Slots, Live, TempT, TempD, Peak, Sum,
     K: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_LIVE: tl.constexpr, ONE_HOT: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (piece, row, request): peak z and sum of exp((z - peak) / T) of `per` chunks. Rows K+1.. are the draft's.
 
     One-hot: a verified row leaves its drafted token out, so that 1 - p(x) is a sum and not a difference.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     piece, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = b
     if HAS_SLOTS:
@@ -115,19 +111,15 @@ def _prepare_kernel(
     Slots, Live, TempT, TempD, Peak, Sum, Seeds, Steps, EtaIn, stride_e,
     RowPeak, RowSum, W, Open, Eta, Fault,
     K: tl.constexpr, KP: tl.constexpr, CP: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_LIVE: tl.constexpr,
-    ONE_HOT: tl.constexpr, LOGITS: tl.constexpr, CHAIN: tl.constexpr, INJECT: tl.constexpr, PDL: tl.constexpr,
+    ONE_HOT: tl.constexpr, LOGITS: tl.constexpr, CHAIN: tl.constexpr, INJECT: tl.constexpr,
 ):  # fmt: skip
     """Program per request. Lane i is position i: w_i, its coin eta_i, and 0 shut, 1 open or 2 open and surely good."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0).to(tl.int64)
     slot = b
     if HAS_SLOTS:
         slot = tl.load(Slots + b).to(tl.int64)
     lane = tl.arange(0, KP)
     if slot < 0:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         tl.store(Open + b * KP + lane, lane * 0)
     else:
         live = K
@@ -137,10 +129,6 @@ def _prepare_kernel(
         x = tl.load(Draft + b * stride_d + lane, mask=drafted, other=-1).to(tl.int64)
         known = drafted & (x >= 0) & (x < V)
         p = tl.load(Target + b * target_b + lane.to(tl.int64) * target_r + x, mask=known, other=0.0).to(tl.float32)
-        if not ONE_HOT:
-            q = tl.load(DraftZ + b * draft_b + lane.to(tl.int64) * draft_r + x, mask=known, other=0.0).to(tl.float32)
-        if PDL:  # what came before is the caller's; from here on `stats` is needed
-            tl.extra.cuda.gdc_wait()
         if LOGITS:
             scale = 1.4426950408889634 / tl.load(TempT + slot)
             rows = b * (2 * K + 1) + lane
@@ -157,6 +145,7 @@ def _prepare_kernel(
             q = known.to(tl.float32)
             ratio = p
         else:
+            q = tl.load(DraftZ + b * draft_b + lane.to(tl.int64) * draft_r + x, mask=known, other=0.0).to(tl.float32)
             if LOGITS:
                 scale_d = 1.4426950408889634 / tl.load(TempD + slot)
                 rows_d = b * (2 * K + 1) + K + 1 + lane
@@ -256,12 +245,9 @@ def _mass_kernel(
     Draft, stride_d, Target, target_b, target_r, DraftZ, draft_b, draft_r, V, chunks, per,
     Slots, Live, TempT, TempD, RowPeak, RowSum, W, Open, Mass,
     K: tl.constexpr, KP: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_LIVE: tl.constexpr,
-    ONE_HOT: tl.constexpr, LOGITS: tl.constexpr, PDL: tl.constexpr,
+    ONE_HOT: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Program (piece, position, request): mass of `per` chunks of an open position; p itself at position live."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     piece, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     state = tl.load(Open + b * KP + i)
     if LOGITS and HAS_LIVE:  # `stats` has the masses of p
@@ -295,7 +281,7 @@ def _finish_kernel(
     RowPeak, RowSum, W, Open, Eta, Mass, Length, Bonus, Ids, Counts,
     K: tl.constexpr, KP: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, HAS_SLOTS: tl.constexpr,
     HAS_LIVE: tl.constexpr, ONE_HOT: tl.constexpr, LOGITS: tl.constexpr, CHAIN: tl.constexpr, INJECT: tl.constexpr,
-    IDS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    IDS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Program per request: the stop position and the bonus."""
     b = tl.program_id(0).to(tl.int64)
@@ -303,8 +289,6 @@ def _finish_kernel(
     if HAS_SLOTS:
         slot = tl.load(Slots + b).to(tl.int64)
     if slot < 0:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         tl.store(Length + b, 0)
         tl.store(Bonus + b, 0)
     else:
@@ -317,12 +301,10 @@ def _finish_kernel(
         lane = tl.arange(0, KP)
         c = tl.arange(0, CP)
         in_row = (c < chunks)[None, :]
-        x = tl.load(Draft + b * stride_d + lane, mask=lane < live, other=-1).to(tl.int64)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         state = tl.load(Open + b * KP + lane)
         w = tl.load(W + b * KP + lane)
         eta = tl.load(Eta + b * KP + lane)
+        x = tl.load(Draft + b * stride_d + lane, mask=lane < live, other=-1).to(tl.int64)
         one = tl.full([KP], 1.0, tl.float32)
         peak, total, scale, peak_d, total_d, scale_d = lane * 0.0, one, 1.0, lane * 0.0, one, 1.0
         rows = b * (2 * K + 1) + lane
@@ -482,25 +464,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Warps of the passes and of the two small launches; programs a pass should have (one per chunk at most).
-
-    pdl: on Hopper and later, each launch after the first starts while the one before drains, and waits for its end.
-    """
+    """Warps of the two passes, and how many programs each should have at least (it has one per chunk at most)."""
 
     warps: int = 4
     programs: int = 16384
-    prepare: int = 4
-    finish: int = 8
-    pdl: bool = True
 
 
 TUNING = Tuning()
 STAGES = 4  # the benchmark leaves later launches out to see where the time goes
-
-
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _per_program(rows: int, chunks: int) -> int:
@@ -508,7 +479,7 @@ def _per_program(rows: int, chunks: int) -> int:
     return max(1, min(chunks, rows * chunks // TUNING.programs))
 
 
-def verify(launch: Launch, space: Workspace) -> None:
+def verify(launch: Launch, space: Workspace, tuning: Tuning = Tuning()) -> None:
     """Launch the four kernels on the current stream."""
     n = launch
     B, K = n.draft_ids.shape
@@ -529,15 +500,13 @@ def verify(launch: Launch, space: Workspace) -> None:
         q, q.stride(0), q.stride(1), V, C,
     )  # fmt: skip
     who = (slots, live, temp, temp_d)
-    pdl = TUNING.pdl and _can_overlap(n.target.device)
-    after = {"launch_pdl": True} if pdl else {}
     flags = {"K": K, "HAS_SLOTS": n.slots is not None, "HAS_LIVE": n.live is not None, "ONE_HOT": one_hot}
     CP = triton.next_power_of_2(C)
     if n.logits:
         rows = K + 1 if one_hot else 2 * K + 1
         per = _per_program(B * rows, C)
         _stats_kernel[(triton.cdiv(C, per), rows, B)](
-            *data, per, *who, w["peak"], w["sum"], CHUNK=space.chunk, **flags, PDL=pdl, num_warps=TUNING.warps
+            *data, per, *who, w["peak"], w["sum"], CHUNK=space.chunk, **flags, num_warps=TUNING.warps
         )
     eta, eta_stride = (some, 0) if n.eta is None else (n.eta, n.eta.stride(0))
     noise, noise_stride = (some, 0) if n.noise is None else (n.noise, n.noise.stride(0))
@@ -548,15 +517,14 @@ def verify(launch: Launch, space: Workspace) -> None:
     _prepare_kernel[(B,)](
         *data, *who, w["peak"], w["sum"], *noise_key, eta, eta_stride,
         w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], fault(n.target.device),
-        KP=KP, CP=CP, CHAIN=n.chain, INJECT=inject, **flags, PDL=pdl and n.logits,
-        num_warps=TUNING.prepare, enable_fp_fusion=False, **(after if n.logits else {}),
+        KP=KP, CP=CP, CHAIN=n.chain, INJECT=inject, **flags, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if STAGES >= 3 and not (n.logits and one_hot):
         rows = K if n.logits else K + 1
         per = _per_program(B * rows, C)
         _mass_kernel[(triton.cdiv(C, per), rows, B)](
             *data, per, *who, w["row_peak"], w["row_sum"], w["w"], w["open"], w["mass"],
-            KP=KP, CHUNK=space.chunk, **flags, PDL=pdl, num_warps=TUNING.warps, enable_fp_fusion=False, **after,
+            KP=KP, CHUNK=space.chunk, **flags, num_warps=TUNING.warps, enable_fp_fusion=False,
         )  # fmt: skip
     if STAGES < 4:
         return
@@ -565,7 +533,7 @@ def verify(launch: Launch, space: Workspace) -> None:
         w["row_peak"], w["row_sum"], w["w"], w["open"], w["eta"], w["mass"],
         n.length, n.bonus, some if n.ids is None else n.ids, some if n.counts is None else n.counts,
         KP=KP, CP=CP, CHUNK=space.chunk, CHAIN=n.chain, INJECT=inject, IDS=n.ids is not None,
-        COUNT=n.counts is not None, **flags, PDL=pdl, num_warps=TUNING.finish, enable_fp_fusion=False, **after,
+        COUNT=n.counts is not None, **flags, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
 
 
