@@ -1,6 +1,7 @@
 """What the benchmark compares with is right before it is timed, and its page holds nothing but the CSV's numbers."""
 
 import csv
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,15 @@ def test_page_is_computed_from_the_csv(folder, monkeypatch, capsys):
 def test_no_csv_is_inconclusive(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmark_report", "--folder", str(tmp_path)])
     assert benchmark_report.main() == 2
+
+
+def test_committed_page_is_what_its_csv_says():
+    folder = Path(__file__).parents[3] / "results" / "kernels"
+    files = sorted(folder.glob("*.csv"))
+    assert files
+    assert benchmark_report.page(benchmark_report.read(files)) == (folder / "README.md").read_text()
+    for path in files:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                assert all(row[field] for field in ("gpu", "torch", "triton", "commit", "timestamp")), "provenance"
+                assert row["p50"] or row["note"].startswith("unsupported ("), "a value, or why there is none"
