@@ -545,7 +545,7 @@ def calibrate(target: Target, draft: DSparkDraft, plan: Plan, stop: int) -> dict
     }  # fmt: skip
 
 
-def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log) -> None:
+def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log, tasks: list[str]) -> None:
     """Everything measured from the exported files, bf16 weights in float32 arithmetic."""
     torch.set_float32_matmul_precision("highest")
     target = Target.from_folder(out / TARGET, device)
@@ -559,7 +559,7 @@ def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log) -
         found = calibrate(target, draft, plan, stop)
         (out / DRAFT / "calibration.json").write_text(json.dumps(found, indent=2) + "\n")
         log.put("calibration", found)
-    for task in ("math", "code"):
+    for task in tasks:
         first = data.MODULES[task].split("test").start
         seeds = range(first, first + plan.tests)
         parts = pool.map(data.prompts, [(task, s, min(64, seeds.stop - s)) for s in range(first, seeds.stop, 64)])
@@ -568,6 +568,7 @@ def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log) -
         good = right(made, pool)
         ended = [a.output[-1] == stop for a in made]
         result: dict[str, Any] = {
+            "device": device.type,
             "items": len(made), "right": sum(good), "accuracy": round(sum(good) / len(good), 4),
             "cut": len(ended) - sum(ended),
             "output_tokens": round(sum(len(a.output) for a in made) / len(made), 1),
@@ -575,7 +576,6 @@ def evaluate(out: Path, plan: Plan, pool: Any, device: torch.device, log: Log) -
         if draft is not None:
             result |= describe(speculate(target, draft, [a for a, e in zip(made, ended, strict=True) if e]))
         log.put(f"test_{task}", result)
-    log.put("measured", {"device": device.type, "dtype": "float32", "torch": torch.__version__})
 
 
 def main() -> None:
@@ -586,7 +586,7 @@ def main() -> None:
     parser.add_argument("--plan", choices=PLANS, default="full")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="change single fields of the plan")
     parser.add_argument("--target", type=Path, help="skip the first stage: a folder that holds a trained target")
-    parser.add_argument("--evaluate", action="store_true", help="only measure the pair that --out holds again")
+    parser.add_argument("--evaluate", nargs="*", choices=ANSWER_LIMIT, help="only calibrate and measure again")
     parser.add_argument("--workers", type=int, default=None)
     args = parser.parse_args()
     plan = PLANS[args.plan]
@@ -594,14 +594,14 @@ def main() -> None:
         name, value = item.split("=", 1)
         plan = replace(plan, **{name: type(getattr(plan, name))(value)})
     args.out.mkdir(parents=True, exist_ok=True)
-    known = json.loads((args.out / "training.json").read_text()) if args.evaluate else None
+    known = json.loads((args.out / "training.json").read_text()) if args.evaluate is not None else None
     log = Log(args.out / "training.json", plan, known)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and generation has many
     with multiprocessing.get_context("fork").Pool(args.workers) as pool:
-        if args.evaluate:
-            evaluate(args.out, plan, pool, device, log)
+        if args.evaluate is not None:
+            evaluate(args.out, plan, pool, device, log, args.evaluate)
             return
         log.put("device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
         stop, end = (data.tokenizer().token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>"))
@@ -609,7 +609,7 @@ def main() -> None:
         trained.save_folder(args.out / TARGET, stop, end)
         target = Target.from_folder(args.out / TARGET, device)  # the draft learns on what is deployed
         train_draft(target, corpus(target, plan, pool, log), plan, args.out, log)
-        evaluate(args.out, plan, pool, device, log)
+        evaluate(args.out, plan, pool, device, log, list(ANSWER_LIMIT))
         log.put("finished", True)
 
 

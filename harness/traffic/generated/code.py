@@ -32,7 +32,8 @@ class Mix:
     worded: float
 
 
-MIXES = {"train": Mix(2, 5, 0.6), "held out": Mix(2, 5, 0.9)}
+# Test tasks word more of their numbers, so that answers are not all right.
+MIXES = {"train": Mix(2, 5, 0.6), "test": Mix(2, 5, 0.9)}
 
 
 @dataclass(frozen=True)
@@ -420,5 +421,5 @@ def _make(mix: Mix, rng: Random) -> Problem:
 
 def problem(seed: int) -> Problem:
     """The task of one seed (a pure function of it). Raises ValueError for a seed outside every split."""
-    mix = MIXES["train" if split_of(seed) == "train" else "held out"]
+    mix = MIXES["test" if split_of(seed) == "test" else "train"]
     return replace(draw(seed, "code", partial(_make, mix)), seed=seed)
