@@ -136,7 +136,7 @@ def test_a_make_target_names_its_task(name):
 
 
 def test_how_many_items():
-    assert load().traffic.limit == 48
+    assert load().traffic.limit == 60
     assert load(["task=gate"]).traffic.limit == 200
     assert load(["task=gate", "limit=7"]).traffic.limit == 7
     assert load(["task=gate", "traffic=gsm8k"]).traffic.limit is None
