@@ -8,6 +8,12 @@ import sys
 from adapters.policy import Policy, PolicyError
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected >= 1, found {text}")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.engines.reference", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Qwen3 target: a folder or a hub id")
@@ -18,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--max-running-requests", type=int, default=16, help="slots of the KV cache (default 16)")
     parser.add_argument("--max-total-tokens", type=int, help="longest prompt + output of one request")
-    parser.add_argument("--threads", type=int, help="CPU threads of one operation (default: torch's own)")
+    parser.add_argument("--threads", type=positive, help="CPU threads of one operation (default: 1 for a small target)")
     parser.add_argument("--seed", type=int, default=0, help="of sampled requests without a sampling_seed")
     parser.add_argument(
         "--deterministic",
@@ -28,8 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         default = Policy.from_environment()
-        import torch
-
         from harness.engines.reference.dspark import DraftError
         from harness.engines.reference.loading import LoadError, Options, load
         from harness.engines.reference.server import serve
@@ -39,8 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
     if args.deterministic and args.threads not in (None, 1):
         print(f"reference engine: threads: expected 1 with --deterministic, found {args.threads}", file=sys.stderr)
         return 1
-    if args.deterministic or args.threads is not None:
-        torch.set_num_threads(args.threads or 1)
     options = Options(
         args.model_path,
         args.draft_path,
@@ -50,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.max_total_tokens,
         args.seed,
         args.deterministic,
+        1 if args.deterministic else args.threads,
     )
     try:
         engine, tokenizer = load(options, default)

@@ -1,6 +1,6 @@
 """The reference engine beside transformers' own generation: one process, same weights, same threads, same prompts.
 
-    python -m harness.engines.reference.benchmark [--threads 2] [--prompts 16] [--new-tokens 128] [--random]
+    python -m harness.engines.reference.benchmark [--threads 1] [--prompts 16] [--new-tokens 128] [--random]
 
 Batch 1: every prompt goes through each contender in turn, so that whatever else the machine does meets all of them.
 transformers cannot use a DSpark draft; its assisted generation is the one that needs no second model, prompt lookup
@@ -24,7 +24,7 @@ import torch
 from adapters.policy import Policy
 from harness.engines.reference.dspark import DraftConfig, DraftError, DSparkDraft
 from harness.engines.reference.engine import Engine, Request
-from harness.engines.reference.loading import LoadError, Options, build, check_target, eos_ids, load_target
+from harness.engines.reference.loading import LoadError, Options, build, check_target, eos_ids, load_target, set_threads
 from harness.engines.reference.sampling import Sampling
 
 ROOT = Path(__file__).parents[3]
@@ -168,12 +168,11 @@ def main() -> int:
     parser.add_argument("--draft-path", type=Path, default=PAIR / "tiny-qwen3-dspark-block7")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, help="default: 1 for a small target")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--random", action="store_true", help="random weights instead of a pair")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     try:
         if args.random:
             model, draft = random_pair()
@@ -182,6 +181,7 @@ def main() -> int:
         else:
             model, draft = read_pair(args.model_path, args.draft_path, getattr(torch, args.dtype), args.device)
             prompts = prompts_of(args.model_path, args.prompts)
+        set_threads(model, args.threads)
         limit = max(map(len, prompts)) + args.new_tokens
         options = Options(str(args.model_path), str(args.draft_path), slots=1, limit=limit)
         engine = build(model, draft, options)
@@ -189,7 +189,9 @@ def main() -> int:
         print(f"benchmark: {error}", file=sys.stderr)
         return 1
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    where = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {args.threads} threads"
+    where = (
+        torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
+    )
     print(f"target {size:.1f} M parameters, {args.dtype}, {where}, eos {sorted(eos_ids(model))}")
     batch_one(model, engine, Q25 if args.random else policy_of(args.draft_path), prompts, args.new_tokens)
     batches(model, draft, options, prompts, args.new_tokens, args.random)

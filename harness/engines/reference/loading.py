@@ -18,6 +18,7 @@ from harness.engines.reference.proposer import Proposer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NAME = "specaccept-reference"
+SMALL = 100_000_000
 SPAN = 512  # keys that CPU attention takes at a time
 
 
@@ -28,7 +29,8 @@ class LoadError(ValueError):
 @dataclass(frozen=True)
 class Options:
     """limit: longest prompt + output of one request; None: the target's max_position_embeddings, at most 4096.
-    deterministic: a request's arithmetic does not depend on its company (README, Determinism)."""
+    deterministic: a request's arithmetic does not depend on its company (README, Determinism).
+    threads: CPU threads of one operation; None: one for a small target, else torch's own number."""
 
     target: str
     draft: str
@@ -38,6 +40,7 @@ class Options:
     limit: int | None = None
     seed: int = 0
     deterministic: bool = False
+    threads: int | None = None
 
 
 def first_line(error: Exception) -> str:
@@ -115,6 +118,14 @@ def check_limits(config: Any, options: Options) -> int:
     return limit
 
 
+def set_threads(model: Any, threads: int | None) -> None:
+    """On a small target's products a second thread waits more than it works."""
+    if threads is None and sum(p.numel() for p in model.parameters()) < SMALL:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 def eos_ids(model: Any) -> set[int]:
     """What ends an answer: config and generation config of the target."""
     ids: set[int] = set()
@@ -153,6 +164,7 @@ def load(options: Options, default_policy: Policy | None = None) -> tuple[Engine
     check_limits(check_target(target_folder), options)
     DraftConfig.from_folder(draft_folder)
     model = load_target(target_folder, dtype, options.device)
+    set_threads(model, options.threads)
     draft = DSparkDraft.from_folder(draft_folder, model, dtype, options.device)
     engine = build(model, draft, options, default_policy, release=True)
     tokenizer = None
