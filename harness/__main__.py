@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from harness.launch.base import LaunchError
 from harness.tasks import INCONCLUSIVE, find
 from harness.tasks.errors import TaskError
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 TASKS = {
     "bench": "strict, asd-b0 and the policy, interleaved on one engine: throughput, accuracy, identity",
     "gate": "B = 0 against strict: complete token-id lists, with a positive control",
@@ -76,6 +78,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"specaccept: stopped by {signal}; what was measured is kept", file=sys.stderr)
         return signal.status
     except Exception as error:  # a defect is no verdict: never the status of a failed comparison
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            print(f"specaccept: {error.strerror}: make room, or choose another out=", file=sys.stderr)
+            return INCONCLUSIVE
         traceback.print_exc()
         print(f"specaccept: {type(error).__name__}: {error} (a defect, see above)", file=sys.stderr)
         return INCONCLUSIVE

@@ -418,17 +418,22 @@ def settle_image(config: Config, named: Collection[str] = ()) -> None:
         fits.sort(key=lambda each: bool(each.cards))  # one that runs on any card first
         if not fits:
             raise ConfigError(f"image: none for {model}" + (f" on {config.engine.name}" if asked else ""))
-        found = fits[0]
-        kept = {key.partition(".")[2] for key in named if key.startswith("image.")}
-        config.image = replace(found, **{name.partition(".")[0]: getattr(config.image, name) for name in kept})
+        config.image = _with_overrides("image", fits[0], config.image, named)
         config.launch.replicas = config.launch.replicas or 1
     config.launch.replicas = config.launch.replicas or config.image.replicas
     if asked and config.image.engine != config.engine.name:
         raise ConfigError(f"engine: image {config.image.name} has {config.image.engine}, found {config.engine.name!r}")
     if config.engine.name != config.image.engine:
-        own = {key.partition(".")[2] for key in named if key.startswith("engine.")}
-        given = {name: getattr(config.engine, name) for name in own if "." not in name}
-        config.engine = replace(member("engine", config.image.engine), **given)
+        config.engine = _with_overrides("engine", member("engine", config.image.engine), config.engine, named)
+
+
+def _with_overrides(group: str, found: Any, composed: Any, named: Collection[str]) -> Any:
+    """A member that was chosen after composing, with what the command line said of the one composed."""
+    given = {}
+    for name in {key.split(".")[1] for key in named if key.startswith(f"{group}.")}:
+        value = getattr(composed, name)
+        given[name] = getattr(found, name) | value if isinstance(value, dict) else value
+    return replace(found, **given)
 
 
 def read_calibration(path: Path) -> dict[str, Any]:

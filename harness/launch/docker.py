@@ -29,9 +29,11 @@ from harness.launch.base import LaunchError, RunningEngine
 from harness.launch.capability import gpus, unsupported
 from harness.launch.docker_container import Container, argv, host_config, hub_cache, inside, secret, unreadable
 from harness.launch.docker_daemon import (
+    FOLDER,
     OWNED,
     OWNER,
     RUN,
+    TEMPORARY,
     adapter_digest,
     connected,
     default_tag,
@@ -46,6 +48,7 @@ from harness.launch.ready import check_adapter, probe
 from harness.launch.shards import ShardedClient
 
 POLL_S = 0.2
+SETTLE_S = 2.0
 
 
 def preflight(config: Config) -> None:
@@ -77,8 +80,7 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
         stack.callback(_sweep, client, nonce)
         started = []
         for index in range(replicas):
-            telemetry = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specaccept-")))
-            telemetry.chmod(0o777)  # the container's user is another one
+            telemetry = _shared(stack, config)
             container = _create(client, config, image, policy, nonce, index, devices[index], telemetry)
             stack.callback(container.close, config.launch.stop_timeout_s)
             container.start(output, f"[{index}] " if replicas > 1 else "")
@@ -149,10 +151,10 @@ def _create(
     nonce: str,
     index: int,
     devices: list[str],
-    telemetry: Path,
+    telemetry: Path | None,
 ) -> Container:
     port = None if config.launch.port is None else config.launch.port + index
-    labels = {OWNED: "engine", RUN: nonce, OWNER: owner()}
+    labels = {OWNED: "engine", RUN: nonce, OWNER: owner()} | ({FOLDER: str(telemetry)} if telemetry else {})
     with explained(f"image {config.image.name}"):
         made = client.containers.create(
             image.id,
@@ -163,6 +165,15 @@ def _create(
         )
         secret(made, config)
     return Container(made, config.engine.name)
+
+
+def _shared(stack: ExitStack, config: Config) -> Path | None:
+    """The folder by which an engine without a policy per request publishes its counters."""
+    if config.engine.per_request_policy:
+        return None
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY)))
+    folder.chmod(0o777)  # the container's user is another one
+    return folder
 
 
 def _url(config: Config, container: Container) -> str:
@@ -204,7 +215,7 @@ def _ready(
 def _all(containers: list[Container]) -> Callable[[], None]:
     def check_alive() -> None:
         for container in containers:
-            container.check_alive()
+            container.check_alive(SETTLE_S)
 
     return check_alive
 
@@ -216,7 +227,7 @@ def _sweep(client: Any, nonce: str) -> None:
             remove(container)
 
 
-def _how(config: Config, image: Any, started: list[tuple[Container, Path]]) -> dict[str, Any]:
+def _how(config: Config, image: Any, started: list[tuple[Container, Path | None]]) -> dict[str, Any]:
     """For the record. image_digest: what the containers really run, by its digest at the registry where it has one."""
     ids = {container.image_id for container, _ in started}
     if ids != {image.id}:

@@ -8,6 +8,7 @@ import json
 import os
 import tarfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,7 +59,7 @@ def hub_cache(config: Config) -> str | None:
     return str(Path(HF_HUB_CACHE).resolve())
 
 
-def mounts(config: Config, telemetry: Path) -> list[Any]:
+def mounts(config: Config, telemetry: Path | None) -> list[Any]:
     from docker.types import Mount
 
     found = []
@@ -67,7 +68,7 @@ def mounts(config: Config, telemetry: Path) -> list[Any]:
             found.append(Mount(place, str(rooted(path).resolve()), type="bind", read_only=True))
     if (cache := hub_cache(config)) is not None:
         found.append(Mount(HUB, cache, type="bind", read_only=True))
-    if not config.engine.per_request_policy and is_local():
+    if telemetry is not None:
         found.append(Mount(SHARED, str(telemetry), type="bind"))
     return found
 
@@ -111,7 +112,7 @@ def unreadable(folder: Path) -> str | None:
 
 
 def host_config(
-    config: Config, policy: Policy, nonce: str, devices: list[str], port: int | None, telemetry: Path
+    config: Config, policy: Policy, nonce: str, devices: list[str], port: int | None, telemetry: Path | None
 ) -> dict[str, Any]:
     """Arguments of containers.create. devices: GPU ids, none for a CPU engine."""
     from docker.types import DeviceRequest, Ulimit
@@ -184,12 +185,20 @@ class Container:
             raise LaunchError(f"docker: {self._container.name}: expected a published port, found none")
         return bound[0]["HostIp"], int(bound[0]["HostPort"])
 
-    def check_alive(self) -> None:
-        """Raises LaunchError with the exit status and the end of its log once it is not running."""
-        self._reload()
-        state = self._container.attrs["State"]
-        if state["Running"]:
-            return
+    def check_alive(self, settle_s: float = 0.0) -> None:
+        """Raises LaunchError with the exit status and the end of its log once it is not running.
+
+        settle_s: how long one that is being killed may still look alive.
+        """
+        deadline = time.monotonic() + settle_s
+        while True:
+            self._reload()
+            state = self._container.attrs["State"]
+            if not state["Running"]:
+                break
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.1)
         why = ", killed for memory (image.memory_gib)" if state.get("OOMKilled") else ""
         raise LaunchError(f"engine: container exited with status {state['ExitCode']}{why}: {self.tail()}")
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from harness.launch.base import LaunchError
 OWNED = "specaccept.owned"  # label: a container of this project
 RUN = "specaccept.run"  # label: of which run, its nonce
 OWNER = "specaccept.owner"  # label: machine, boot, process and its start
+FOLDER = "specaccept.folder"  # label: a temporary folder it shares with its run
+TEMPORARY = "specaccept-"
 LOCAL = "unix:///var/run/docker.sock"
 TIMEOUT_S = 60
 PULL_TIMEOUT_S = 3600
@@ -153,6 +156,9 @@ def reap(client: Any) -> list[str]:
     for container in owned(client):
         if is_orphan(container.labels.get(OWNER, "")):
             remove(container)
+            folder = Path(container.labels.get(FOLDER) or "/")
+            if folder.name.startswith(TEMPORARY):
+                shutil.rmtree(folder, ignore_errors=True)
             gone.append(container.name)
     return gone
 

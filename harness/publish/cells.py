@@ -54,6 +54,7 @@ def identity(record: Record, arm: str) -> str:
 COLUMNS = (
     "arm",
     "TPS",
+    "TPS per GPU",
     "change",
     "wall per item, s",
     "change ",
@@ -65,7 +66,8 @@ COLUMNS = (
     "identity gate",
 )
 FOOTNOTE = (
-    "TPS: ids the engine returned over the wall time of the arm's own requests, one at a time. "
+    "TPS: ids the engine returned over the wall time of the arm's own requests, one at a time on each replica; "
+    "per GPU: over the GPUs of one replica. "
     "* output tokens per verify step, bonus token included. Intervals are 95 %, paired by item."
 )
 
@@ -85,6 +87,7 @@ def arm_cells(record: Record, arm: str) -> list[str]:
     return [
         arm + (f" ({', '.join(flags)})" if flags else ""),
         number(found["tps"]["value"], 1),
+        number(found["tps_per_gpu"]["value"], 1) if found["tps_per_gpu"] else "no GPU",
         "baseline" if base else change(differ.get("tps")),
         number(found["wall_per_item"]["value"], 3),
         "baseline" if base else change(differ.get("wall_per_item")),

@@ -175,7 +175,10 @@ def link(record: Record) -> str:
 
 def title(record: Record) -> str:
     config = record.identity.config
-    where = " (attached server)" if (record.launch or {}).get("attached") else ""
+    launched = record.launch or {}
+    replicas = f", {launched['replicas']} replicas" if launched.get("replicas", 1) > 1 else ""
+    where = " (attached server)" if launched.get("attached") else ""
+    where = f" (docker{replicas})" if launched.get("kind") == "docker" else where
     items = len(record.workload["items"])
     return f"{config['model']['name']} on {config['engine']['name']}{where}, {config['traffic']['name']}, {items} items"
 

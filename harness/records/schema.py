@@ -83,8 +83,8 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Row(msgspec.Struct, kw_only=True):
     """One request of one arm. Times in seconds: started_s since the run's first request, wall_s on the client.
 
-    error: kind of the infrastructure error, None for an answer. outcome, parsed, rule: of scoring, None until scored;
-    outcome `error`: it could not be scored, and rule says why.
+    error: kind of the infrastructure error, None for an answer. replica: which of the run's servers was asked.
+    outcome, parsed, rule: of scoring, None until scored; outcome `error`: it could not be scored, and rule says why.
     steps: verify steps. proposed: drafts verified. accepted: drafts accepted. histogram[n]: steps with n accepted.
     """
 
@@ -101,6 +101,7 @@ class Row(msgspec.Struct, kw_only=True):
     server_s: float | None = None
     error: str | None = None
     detail: str | None = None
+    replica: int = 0
     output_ids: list[int] = []
     text: str = ""
     finish: str | None = None

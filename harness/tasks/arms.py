@@ -85,6 +85,33 @@ def prove(name: str, arm: Arm, rows: Sequence[Row]) -> list[Problem]:
     return [problem for problem in problems if problem is not None]
 
 
+def prove_replicas(name: str, shares: Sequence[Mapping[str, float]], rows: Sequence[Row]) -> list[Problem]:
+    """What the counters of each replica say against this arm's rows: every item once, where it was counted."""
+    problems = []
+    if len({row.item for row in rows}) != len(rows):
+        problems.append(Problem("fail", f"{name}: an item was answered more than once"))
+    for replica, share in enumerate(shares):
+        own = [row for row in rows if row.replica == replica]
+        told, failed = _told([row for row in own if row.error is None]), any(row.error for row in own)
+        for field in COUNTED:
+            if share[field] < told[field] or (share[field] > told[field] and not failed):
+                text = f"the answers say {told[field]}, the counters moved by {share[field]:g}"
+                problems.append(Problem("fail", f"{name}: replica {replica}: {field}: {text}"))
+    if stray := sorted({row.replica for row in rows} - set(range(len(shares)))):
+        problems.append(Problem("fail", f"{name}: answers of replica {stray[0]}, found counters of {len(shares)}"))
+    return problems
+
+
+def _told(rows: Sequence[Row]) -> dict[str, int]:
+    """What the answers say the counters should have moved by."""
+    return {
+        "requests": len(rows),
+        "blocks": sum(row.steps for row in rows),
+        "drafts_verified": sum(row.proposed for row in rows),
+        "relaxed": sum(row.relaxed for row in rows),
+    }
+
+
 def _missing(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> Problem | None:
     if len(rows) == arm.expected and not failed:
         return None
@@ -96,12 +123,7 @@ def _missing(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> Problem |
 def _counts(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> list[Problem | None]:
     """Counters against answers: equal, or at least as many where a failed request may have been counted too."""
     problems: list[Problem | None] = []
-    told = {
-        "requests": len(rows),
-        "blocks": sum(row.steps for row in rows),
-        "drafts_verified": sum(row.proposed for row in rows),
-        "relaxed": sum(row.relaxed for row in rows),
-    }
+    told = _told(rows)
     found = {field: moved(arm.counters_before, arm.counters_after, field) for field in COUNTED}
     if not any(found.values()):
         return [Problem("inconclusive", f"{name}: no counter of {arm.policy_key} moved: the policy never ran")]

@@ -8,8 +8,11 @@ server gets a server per arm, one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from threading import Event, Lock
 
 from harness.config import Config
+from harness.launch.shards import lanes
 from harness.publish.console import Bars, report
 from harness.publish.tables import write
 from harness.score import PARSER_VERSION
@@ -42,17 +45,38 @@ def run(config: Config) -> int:
 
 
 def warm_up(this: Session, arms: Sequence[Plan]) -> None:
-    """Every arm on items that are never measured. An engine that cannot answer these is not worth measuring."""
-    for item in this.traffic.warmup[: this.config.task.warmup]:
-        for arm in arms:
-            this.engine.client.generate(this.request(arm, item))
+    """Every arm, on every replica, on items that are never measured: an engine must be able to answer these."""
+    for replica in lanes(this.engine.client):
+        for item in this.traffic.warmup[: this.config.task.warmup]:
+            for arm in arms:
+                replica.generate(this.request(arm, item))
 
 
 def measure(this: Session, arms: Sequence[Plan]) -> None:
+    """Item i on replica i modulo their number, the replicas side by side, each one request at a time."""
+    replicas = lanes(this.engine.client)
+    lock, stop = Lock(), Event()
     with Bars([arm.name for arm in arms], len(this.traffic.items)) as bars:
-        for order, item in enumerate(this.traffic.items):
-            turn = order % len(arms)
-            for arm in (*arms[turn:], *arms[:turn]):
-                row = this.ask(arm, item, order)
-                this.run.append(row)
-                bars.add(row)
+
+        def serve(index: int) -> None:
+            for turn, order in enumerate(range(index, len(this.traffic.items), len(replicas))):
+                first = turn % len(arms)
+                for arm in (*arms[first:], *arms[:first]):
+                    row = this.ask(arm, this.traffic.items[order], order, index)
+                    with lock:
+                        if stop.is_set():
+                            return
+                        this.run.append(row)
+                        bars.add(row)
+
+        if len(replicas) == 1:
+            serve(0)
+            return
+        pool = ThreadPoolExecutor(len(replicas))
+        try:
+            for done in as_completed([pool.submit(serve, index) for index in range(len(replicas))]):
+                done.result()
+        finally:
+            with lock:
+                stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)  # requests in flight end with their servers

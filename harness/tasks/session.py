@@ -20,9 +20,10 @@ from harness.engines.checkpoint import CheckpointError, tokenizer
 from harness.engines.tokenizer import Tokenizer, TokenizerError
 from harness.interrupt import Interrupted
 from harness.launch import LaunchError, RunningEngine, launch, preflight
+from harness.launch.shards import lanes, merge
 from harness.records import Row, Run
 from harness.records.provenance import environment, identity
-from harness.tasks.arms import Plan
+from harness.tasks.arms import COUNTED, Plan, moved
 from harness.tasks.errors import TaskError
 from harness.traffic import Item, Traffic, load
 from harness.traffic.chat import render
@@ -66,12 +67,18 @@ class Session:
     @contextmanager
     def counted(self, arms: Sequence[Plan]) -> Iterator[None]:
         """The timed window of these arms: the counters before and after it go into the record."""
-        before = self.snapshot().counters
+        before = self.counters()
         yield
-        after = self.snapshot().counters
+        after = self.counters()
+        all_before, all_after = merge(before), merge(after)
         for arm in arms:
             kept = self.run.record.arms[arm.name]
-            kept.counters_before, kept.counters_after = before.get(kept.policy_key), after.get(kept.policy_key)
+            key = kept.policy_key
+            kept.counters_before, kept.counters_after = all_before.get(key), all_after.get(key)
+            if len(before) > 1 and self.run.record.launch is not None:
+                sides = zip(before, after, strict=True)
+                moves = [{name: moved(old.get(key), new.get(key), name) for name in COUNTED} for old, new in sides]
+                self.run.record.launch.setdefault("shards", {})[arm.name] = moves
 
     def prompt(self, item: Item) -> list[int]:
         if item.id not in self.prompts:
@@ -91,23 +98,26 @@ class Session:
             **more,
         )
 
-    def ask(self, arm: Plan, item: Item, order: int) -> Row:
-        """One request; an error becomes a row of its own, several in a row end the run."""
+    def ask(self, arm: Plan, item: Item, order: int, replica: int = 0) -> Row:
+        """One request to one replica; an error becomes a row of its own, several in a row end the run."""
         started = time.monotonic()
         request = self.request(arm, item)
         try:
-            answer = self.engine.client.generate(request)
+            answer = lanes(self.engine.client)[replica].generate(request)
         except EngineError as error:
-            return self._failed([self.blank(arm, item, order, request, started)], error, started)[0]
+            return self._failed([self.blank(arm, item, order, request, started, replica)], error, started)[0]
         self.failures = 0
-        return self.answered(self.blank(arm, item, order, request, answer.started_s), answer)
+        return self.answered(self.blank(arm, item, order, request, answer.started_s, replica), answer)
 
     def ask_many(self, arm: Plan, items: Sequence[Item], first: int) -> list[Row]:
         """One list request. wall_s of each row is that of the list: rows of a list have no time of their own."""
         started = time.monotonic()
         requests = [self.request(arm, item) for item in items]
         pairs = enumerate(zip(items, requests, strict=True), first)
-        rows = [self.blank(arm, item, order, request, started) for order, (item, request) in pairs]
+        count = len(lanes(self.engine.client))
+        rows = [
+            self.blank(arm, item, order, request, started, (order - first) % count) for order, (item, request) in pairs
+        ]
         try:
             answers = self.engine.client.generate_many(requests)
         except EngineError as error:
@@ -115,7 +125,7 @@ class Session:
         self.failures = 0
         return [self.answered(row, answer) for row, answer in zip(rows, answers, strict=True)]
 
-    def blank(self, arm: Plan, item: Item, order: int, request: Request, started: float) -> Row:
+    def blank(self, arm: Plan, item: Item, order: int, request: Request, started: float, replica: int = 0) -> Row:
         ids = ",".join(map(str, request.input_ids)).encode()
         return Row(
             arm=arm.name,
@@ -127,6 +137,7 @@ class Session:
             prompt_tokens=len(request.input_ids),
             seed=request.seed,
             started_s=started - self.origin_s,
+            replica=replica,
         )
 
     def answered(self, row: Row, answer: Generation) -> Row:
@@ -158,9 +169,11 @@ class Session:
             raise TaskError(f"{self.failures} requests failed in a row, the last one with {error}")
         return rows
 
-    def snapshot(self) -> Snapshot:
-        """The adapter's state; it must still be the adapter this run started with."""
-        found = self.engine.client.server().snapshot
+    def counters(self) -> list[dict[str, dict[str, Any]]]:
+        """Of each replica, by policy key; each must still be the adapter this run started with."""
+        return [self._snapshot(replica.server().snapshot).counters for replica in lanes(self.engine.client)]
+
+    def _snapshot(self, found: Snapshot) -> Snapshot:
         expected = self.engine.server.snapshot.identity
         if found.identity != expected:
             changed = sorted(name for name in expected if found.identity.get(name) != expected[name])

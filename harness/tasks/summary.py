@@ -10,7 +10,7 @@ from typing import Any
 
 from harness import stats
 from harness.records.schema import Record, Row, Verdict
-from harness.tasks.arms import Problem, prove
+from harness.tasks.arms import Problem, prove, prove_replicas
 
 OUTCOMES = ("correct", "wrong", "unparsed", "truncated")
 MORE_LOOPS = 0.02  # share of items that may loop beyond the baseline's before a row is not publishable
@@ -39,14 +39,23 @@ def summarize(record: Record, rows: Sequence[Row]) -> dict[str, Any]:
     timed = record.task == "bench"
     arms = by_arm(record, rows)
     baseline = next(iter(arms), None)
-    summary = {name: _arm(arm_rows, timed) for name, arm_rows in arms.items()}
+    gpus = gpus_per_server(record)
+    summary = {name: _arm(arm_rows, timed, gpus) for name, arm_rows in arms.items()}
     for name, arm_rows in arms.items():
         if baseline is not None and name != baseline:
             summary[name]["change"] = _change(arms[baseline], arm_rows, timed)
     return plain({"baseline": baseline, "arms": summary})
 
 
-def _arm(rows: Sequence[Row], timed: bool) -> dict[str, Any]:
+def gpus_per_server(record: Record) -> int:
+    """GPUs that one request at a time keeps busy; 0: a CPU engine. Of an attached server: what its model asks for."""
+    launched = record.launch or {}
+    if "gpus" in launched:
+        return launched["gpus"] // launched["replicas"]
+    return record.identity.config["model"]["gpus"]
+
+
+def _arm(rows: Sequence[Row], timed: bool, gpus: int) -> dict[str, Any]:
     answered = [row for row in rows if row.error is None]
     tokens, walls = [len(row.output_ids) for row in answered], [row.wall_s for row in answered]
     outcomes = Counter(row.outcome for row in answered if row.outcome in OUTCOMES)
@@ -58,6 +67,7 @@ def _arm(rows: Sequence[Row], timed: bool) -> dict[str, Any]:
         "tokens": sum(tokens),
         "wall_s": math.fsum(walls) if timed else None,
         "tps": stats.ratio(tokens, walls) if timed else None,
+        "tps_per_gpu": stats.ratio(tokens, [wall * gpus for wall in walls]) if timed and gpus else None,
         "wall_per_item": stats.ratio(walls, [1] * len(walls)) if timed else None,
         "tokens_per_item": stats.ratio(tokens, [1] * len(tokens)),
         "tokens_per_step": stats.tokens_per_step(tokens, [row.steps for row in answered]),
@@ -151,6 +161,8 @@ def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]
     """Gates and verdict of a bench or gate, from the rows and the counters."""
     arms = by_arm(record, rows)
     problems = [problem for name, arm in record.arms.items() for problem in prove(name, arm, arms[name])]
+    for name, shares in ((record.launch or {}).get("shards") or {}).items():
+        problems += prove_replicas(name, shares, arms[name])
     gates: dict[str, Any] = {"armed": not problems}
     if {"strict", "asd-b0"} <= set(arms):
         gates["identity"] = identity(arms["strict"], arms["asd-b0"], record.arms["strict"].expected)

@@ -47,7 +47,7 @@ up() {
     done
     answers || cannot "dockerd does not answer: $(tail -1 "$cache/dockerd.log")"
   fi
-  "$python" "$root/tests/harness/docker/base.py" "$cache"
+  "$python" "$root/tests/harness/docker/container_base.py" "$cache"
 }
 
 answers() {

@@ -188,7 +188,7 @@ def test_a_defect_is_no_verdict(harness, monkeypatch):
     ("overrides_", "words"),
     [
         (["model=gpt-5"], "model: expected one of"),
-        (["launch=docker"], "launch=docker is not supported yet"),
+        (["launch=docker", "image=mia-tp4", "engine=reference"], "engine: image mia-tp4 has sglang"),
         (["traffic=gsm8k", "data=/nonexistent"], "expected test.jsonl in /nonexistent"),
         (["limit=100000"], "traffic.limit: expected 1 to"),
         (["model.target=/nonexistent"], "missing the target /nonexistent"),

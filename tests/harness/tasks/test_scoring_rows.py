@@ -23,7 +23,7 @@ def test_outcomes():
 
 
 def test_a_scorer_that_fails_is_no_outcome(monkeypatch):
-    def broken(item, text, finish):
+    def broken(item, text, finish, *, runner):
         raise SandboxError("no memory for a sandbox")
 
     monkeypatch.setattr(scoring, "score", broken)
@@ -35,6 +35,6 @@ def test_a_scorer_that_fails_is_no_outcome(monkeypatch):
 def test_equal_answers_are_scored_once(monkeypatch):
     asked = []
     real = scoring.score
-    monkeypatch.setattr(scoring, "score", lambda *args: asked.append(args) or real(*args))
+    monkeypatch.setattr(scoring, "score", lambda *args, **more: asked.append(args) or real(*args, **more))
     scoring.score_rows(TRAFFIC, [row("\\boxed{7}"), row("\\boxed{7}"), row("\\boxed{7}", finish="length")])
     assert len(asked) == 2
