@@ -303,13 +303,12 @@ class Engine:
         k, counters = self.drafts, request.counters
         drafts, matched = row[:k], row[k : 2 * k]
         charge: list[float] = []
+        strict = k
         if request.generator is not None:
             length, bonus = row[-2:]
         else:
             strict = matched.index(0) if 0 in matched else k
             length = strict
-            if regrets is not None and request.params.first_rejections and strict < k:
-                request.rejections.append((regrets[strict], strict, k))
             if request.config is not None and regrets is not None:
                 walked = scalar.walk(matched, regrets, request.spent, request.config, k)
                 length, charge = walked.length, walked.charge
@@ -317,7 +316,10 @@ class Engine:
                     request.exhausted += 1
                     counters.budget_exhausted += 1
             bonus = row[2 * k + length]
-        kept = min(length, self._append(request, [*drafts[:length], bonus]))
+        appended = self._append(request, [*drafts[:length], bonus])
+        if regrets is not None and request.params.first_rejections and strict < min(k, appended):
+            request.rejections.append((regrets[strict], strict, k))  # one behind the end was never at stake
+        kept = min(length, appended)
         relaxed = 0
         if charge:  # an EOS or the length limit may have cut drafts: those are not charged
             relaxed = kept - sum(matched[:kept])

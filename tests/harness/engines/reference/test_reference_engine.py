@@ -169,6 +169,25 @@ def test_budget_zero_equals_strict_to_the_bit(target):
     assert all(r.spent == 0 and r.relaxed == 0 and r.exhausted > 0 for r in b)
 
 
+def test_a_rejection_behind_the_end_of_a_request_is_not_reported(target):
+    """Calibration reads these: a draft that the length limit cut off was never at stake."""
+    engine, k = make_engine(target), 7
+    (prompt,) = prompts(1, seed=4)
+    before: list[int] = [0] * (k + 1)
+    cut = 0
+    for n in range(1, 40):
+        (r,) = run(engine, [prompt], n=n, first_rejections=True)
+        rejected = sum(r.histogram[:k])
+        uncut = 1 + sum((i + 1) * count for i, count in enumerate(r.histogram))
+        last = next((i for i in range(k + 1) if r.histogram[i] > before[i]), k)  # accept length of the newest step
+        behind = uncut > n and last < k
+        assert len(r.rejections) == rejected - behind
+        cut += behind
+        if uncut == n:  # the next request takes one step more
+            before = r.histogram
+    assert cut > 0
+
+
 def test_the_same_list_twice_is_the_same_to_the_bit(target):
     engine = make_engine(target)
     ids = prompts(10, seed=5)
