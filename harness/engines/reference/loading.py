@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adapters import __version__
 from adapters.policy import Policy
@@ -29,7 +31,7 @@ class LoadError(ValueError):
 @dataclass(frozen=True)
 class Options:
     """limit: longest prompt + output of one request; None: the target's max_position_embeddings, at most 4096.
-    deterministic: a request's arithmetic does not depend on its company (README, Determinism).
+    deterministic: a request's arithmetic does not depend on its company (README, Determinism); refused where it does.
     threads: CPU threads of one operation; None: one for a small target, else torch's own number."""
 
     target: str
@@ -135,6 +137,20 @@ def eos_ids(model: Any) -> set[int]:
     return ids
 
 
+def check_rows(weights: Sequence[Tensor], slots: int, block: int) -> None:
+    """Rows of a matrix product must not depend on how many there are: true of some CPUs' libraries, so it is tried."""
+    g = torch.Generator().manual_seed(0)
+    for weight in {tuple(w.shape): w for w in weights}.values():  # [in, out]
+        x = torch.randn(slots * block, weight.shape[0], generator=g)
+        alone = torch.mm(x[:block], weight)
+        for n in range(2, slots + 1):
+            if not torch.equal(torch.mm(x[: n * block], weight)[:block], alone):
+                raise LoadError(
+                    f"deterministic: on this CPU a row of a [{n * block}, {weight.shape[0]}] x {list(weight.shape)} "
+                    f"product depends on the number of rows; max-running-requests {n - 1} is the most it allows"
+                )
+
+
 def build(
     model: Any, draft: DSparkDraft, options: Options, default_policy: Policy | None = None, release: bool = False
 ) -> Engine:
@@ -145,6 +161,10 @@ def build(
         quantum = SPAN if options.deterministic else 1
         target = Target(model, draft.config.target_layer_ids, options.slots, room, quantum, release)
         proposer = Proposer(draft, target.head, options.slots, room, quantum)
+        if options.deterministic:
+            for stack, rows in ((target.stack, draft.config.block_size + 1), (proposer.stack, draft.config.block_size)):
+                products = [w for layer in stack.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+                check_rows([*products, target.head], options.slots, rows)
     telemetry = Telemetry("reference", NAME, __version__, default_policy)
     telemetry.armed = True
     return Engine(target, proposer, telemetry, options.slots, limit, eos_ids(model), options.seed)
