@@ -1,5 +1,5 @@
 # Thin: every target calls `python -m harness`, which is where the behaviour and the exit status live.
-#   make bench [MODEL= POLICY= ENGINE= LAUNCH= URL= TRAFFIC= DATA= LIMIT= OUT=] [ARGS="any Hydra override"]
+#   make bench [MODEL= POLICY= ENGINE= LAUNCH= IMAGE= URL= TRAFFIC= DATA= LIMIT= OUT=] [ARGS="any Hydra override"]
 SHELL := bash
 VENV ?= .venv
 PYTHON ?= python3
@@ -7,12 +7,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # One variable of the command line = one Hydra override of the same name in lower case; unset ones are left to recipes/.
-override VARIABLES := MODEL POLICY ENGINE LAUNCH URL TRAFFIC DATA LIMIT OUT
+override VARIABLES := MODEL POLICY ENGINE LAUNCH IMAGE URL TRAFFIC DATA LIMIT OUT
 OVERRIDES = $(foreach v,$(VARIABLES),$(if $($(v)),'$(shell echo $(v) | tr A-Z a-z)=$($(v))'))
 HARNESS = $(BIN)/python -m harness
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench gate calibrate tables tables-check doctor test check bench-reference bench-kernels lock clean
+.PHONY: help setup bench gate calibrate tables tables-check doctor images test check bench-reference bench-kernels lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ calibrate: ## regret at first rejections -> a frozen quantile policy
 tables: ## results/README.md and the plots, again, from the records
 tables-check: ## fails when a table differs from its records or lacks provenance
 doctor: ## what this machine can run, row by row, and why not
+
+images: $(STAMP) ## make images IMAGE=reference-cpu [ARGS="--base-image REFERENCE"]: recipes/docker-images
+	@$(BIN)/python -m harness.launch.images build $(IMAGE) $(ARGS)
 
 bench-reference: $(STAMP) ## the embedded engine beside transformers' own generate, one run
 	@$(BIN)/python -m harness.engines.reference.benchmark $(ARGS)
