@@ -41,6 +41,7 @@ from harness.launch.docker_daemon import (
     host,
     is_local,
     owner,
+    pull,
     reap,
     remove,
 )
@@ -132,7 +133,7 @@ def _image(client: Any, config: Config) -> Any:
         except ImageNotFound:
             if "@sha256:" not in name:
                 raise
-            image = client.images.pull(name)
+            image = pull(client, name)
     labels = image.labels or {}
     for label, expected in (("specaccept.engine", config.engine.name), ("specaccept.adapter", adapter_digest())):
         if labels.get(label) != expected:

@@ -116,6 +116,15 @@ def adapter_digest() -> str:
     return hashlib.sha256(json.dumps(file_hashes(), sort_keys=True).encode()).hexdigest()
 
 
+def pull(client: Any, name: str) -> Any:
+    """An image by digest from its registry. Raises LaunchError with what the engine said last."""
+    with explained(f"pull {name}", "its registry does not have it"):
+        for line in client.api.pull(name, stream=True, decode=True):
+            if "error" in line:
+                raise LaunchError(f"docker: pull {name}: {explain(line['error'], 'its registry does not have it')}")
+        return client.images.get(name)
+
+
 def owner() -> str:
     """This process, told apart from any later one with its number."""
     return f"{socket.gethostname()} {_boot()} {os.getpid()} {_started(os.getpid())}"

@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from harness.launch.docker_daemon import OWNED, OWNER, connected, explained, owner, reap, remove
@@ -71,7 +71,7 @@ class ContainerRunner:
                     container.start()
                     output = _exchange(_raw(link), frames, limits.seconds + 5)
                 finally:
-                    link.close()
+                    _hang_up(link)
                 status = self._status(container)
             return output, status
         except LaunchError as error:
@@ -116,6 +116,15 @@ def confinement(limits: Limits) -> dict[str, Any]:
 def _raw(link: Any) -> socket.socket:
     """The socket below docker-py's file object (over TLS there is none: its own methods serve)."""
     return getattr(link, "_sock", link)
+
+
+def _hang_up(link: Any) -> None:
+    """Really: the engine would wait for a reader that keeps its end open, and with it for the end of the container."""
+    with suppress(OSError):
+        _raw(link).shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        _raw(link).close()
+    link.close()
 
 
 def _exchange(link: socket.socket, frames: bytes, seconds: float) -> bytes | None:

@@ -80,7 +80,6 @@ def derive(client):
     made = []
 
     def build(tag: str, dockerfile: str, **files) -> str:
-        files = {name.replace("__", "/"): content for name, content in files.items()}
         client.images.build(
             fileobj=context({"Dockerfile": dockerfile, **files}), custom_context=True, tag=tag, rm=True, forcerm=True
         )
@@ -89,7 +88,7 @@ def derive(client):
 
     yield build
     for tag in made:
-        client.images.remove(tag, force=True)
+        client.images.remove(client.images.get(tag).id, force=True)  # under every name it was given
 
 
 @pytest.fixture(scope="session")
@@ -163,7 +162,9 @@ def registry(tmp_path_factory):
         "http": {"addr": f"127.0.0.1:{port}"},
     }
     (root / "config.yml").write_text(json.dumps(settings))
-    process = subprocess.Popen([program, "serve", str(root / "config.yml")], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [program, "serve", str(root / "config.yml")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     yield f"127.0.0.1:{port}"
     process.terminate()
     process.wait()
@@ -184,7 +185,7 @@ USER 10001:10001
 def fake(derive) -> str:
     """A small image: the engine of the other tests, with this checkout's adapter layer."""
     names = ("uvicorn", "starlette", "anyio", "h11", "click", "idna", "sniffio", "typing_extensions.py")
-    site = {f"site__{name}": base.SITE / name for name in names if (base.SITE / name).exists()}
+    site = {f"site/{name}": base.SITE / name for name in names if (base.SITE / name).exists()}
     text = FAKE.format(base=base.name("python"), adapter=adapter_digest())
     engine = ROOT / "tests" / "harness" / "fake_engine.py"
     return derive("specaccept-test/fake:1", text, adapters=ROOT / "adapters", **{"fake_engine.py": engine}, **site)
