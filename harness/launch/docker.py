@@ -54,11 +54,11 @@ SETTLE_S = 2.0
 
 def preflight(config: Config) -> None:
     """What can be known before anything is recorded or started."""
-    reason = unsupported(config) or _card(config)
+    reason = unsupported(config) or card(config)
     if reason is not None:
         raise LaunchError(f"{config.model.name} in {config.image.name}: {reason}")
     with connected() as client:
-        _image(client, config)
+        find_image(client, config)
         if is_local():
             _here(config)
         elif not config.engine.per_request_policy:
@@ -73,7 +73,7 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
         client = stack.enter_context(connected())
         with log.open("a") as notes:
             notes.writelines(f"removed {name}, left behind by a run that is gone\n" for name in reap(client))
-        image = _image(client, config)
+        image = find_image(client, config)
         devices = docker_gpu.devices(config, replicas)
         memory = docker_gpu.watch([each for ids in devices for each in ids])
         stack.callback(memory.settle)  # after the containers are gone: the next arm finds its GPUs free
@@ -99,7 +99,7 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
         yield RunningEngine(shared, server, nonce, _how(config, image, started), check_alive)
 
 
-def _card(config: Config) -> str | None:
+def card(config: Config) -> str | None:
     """Why no GPU here can run the image; None where one can, or where none is seen."""
     wanted, found = config.image.cards, gpus()
     if not wanted or not found or not is_local() or any(each in gpu.name for gpu in found for each in wanted):
@@ -122,7 +122,7 @@ def _here(config: Config) -> None:
         raise LaunchError(f"model.{what}: {path} is not on this machine: expected {fix}")
 
 
-def _image(client: Any, config: Config) -> Any:
+def find_image(client: Any, config: Config) -> Any:
     """The image, pulled where it is named by digest and missing. It must hold this checkout's adapter layer."""
     name = config.image.reference or default_tag(config.image)
     from docker.errors import ImageNotFound

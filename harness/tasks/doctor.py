@@ -1,8 +1,9 @@
-"""task=doctor: what this machine can run, a row per model and engine, and why not."""
+"""task=doctor: what this machine can run, a row per model and engine and a row per image, and why not."""
 
 from __future__ import annotations
 
 from harness.config import Config, choices
+from harness.launch import docker_doctor
 from harness.launch.capability import gpus, missing, pair, unsupported, weights
 from harness.publish.console import table
 from harness.records.provenance import environment
@@ -15,6 +16,9 @@ def run(config: Config) -> int:
     print(f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; GPUs: {cards}")
     rows = [_row(model, engine) for model in choices("model") for engine in choices("engine")]
     table(("model", "engine", "here", "weights", "why not / command"), rows)
+    line, images = docker_doctor.rows()
+    print(line)
+    table(docker_doctor.COLUMNS, images)
     return PASS
 
 

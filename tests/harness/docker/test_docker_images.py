@@ -20,7 +20,7 @@ from adapters import __version__
 from adapters.sglang import seams
 from harness.config import ROOT, choices, load, member
 from harness.launch import LaunchError, images
-from harness.launch.docker import _image
+from harness.launch.docker import find_image
 from harness.launch.docker_daemon import adapter_digest
 
 SITE = base.TO.strip("/")
@@ -225,7 +225,7 @@ def test_a_full_disk_of_the_engine(registry, fake, client, tmp_path, monkeypatch
         monkeypatch.setenv("DOCKER_HOST", f"unix://{address}")
         small = wait_for(address, daemon)
         with pytest.raises(LaunchError, match="disk full: make room where Docker keeps its data") as caught:
-            _image(small, load(["launch=docker", f"image.reference={by_digest}"]))
+            find_image(small, load(["launch=docker", f"image.reference={by_digest}"]))
         assert "\n" not in str(caught.value)
         small.close()
     finally:

@@ -16,7 +16,7 @@ from docker_rig import free_port, owned, record
 
 from adapters.policy import Policy
 from harness.config import load
-from harness.launch import LaunchError, docker_gpu, launch, preflight
+from harness.launch import LaunchError, docker_doctor, docker_gpu, launch, preflight
 from harness.launch.capability import Gpu
 from harness.launch.docker_container import DRAFT, PORT, SECRET, TARGET
 from harness.launch.docker_daemon import OWNED, OWNER, RUN
@@ -315,3 +315,22 @@ class forwarded:
             other.shutdown(socket.SHUT_WR)
         except OSError:
             pass
+
+
+def test_doctor_says_what_this_engine_can_run(client, reference):
+    line, rows = docker_doctor.rows()
+    assert f"at {os.environ['DOCKER_HOST']}" in line
+    found = {row[0]: row[1:] for row in rows}
+    assert found["reference-cpu"][1:3] == ["yes", "yes"]
+    assert found["reference-cpu"][3] == "make bench MODEL=tiny-qwen3 ENGINE=reference LAUNCH=docker"
+    assert found["mia-tp4"][1] in ("no", "once built", "yes")
+
+
+def test_coding_items_are_scored_in_containers(harness, tmp_path, client):
+    """And the containers are of the run's own image."""
+    status, _, err = harness("traffic=generated-code", "limit=2", "traffic.max_new_tokens=8")
+    assert status in (0, 2), err
+    kept = record(tmp_path / "results")
+    assert kept["status"] == "complete"
+    assert kept["identity"]["config"]["launch"]["code"] == "container"
+    assert all(row["outcome"] in ("truncated", "unparsed", "wrong") for row in rows(tmp_path / "results"))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from harness.config import load
 from harness.engines.base import EngineError, Server, Snapshot
-from harness.launch import LaunchError, docker_gpu
+from harness.launch import LaunchError, docker_doctor, docker_gpu, images
 from harness.launch.capability import Gpu
-from harness.launch.docker import _card, _url
+from harness.launch.docker import _url, card
 from harness.launch.docker_daemon import explain, is_local, is_orphan, owner
 from harness.launch.docker_gpu import Memory, devices
 from harness.launch.shards import ShardedClient, merge
@@ -147,13 +147,11 @@ def test_gpus_are_dealt_to_replicas(monkeypatch):
 def test_a_card_that_cannot_run_an_image_says_so(monkeypatch):
     monkeypatch.setattr("harness.launch.docker.is_local", lambda: True)
     config = load(["launch=docker", "model=qwen3-14b", "image=8xL20-lightllm"])
-    for card, words in (
-        ("NVIDIA L20", "FlashAttention 3 only, which needs Hopper.*found NVIDIA L20"),
-        ("NVIDIA H200", None),
-    ):
-        monkeypatch.setattr("harness.launch.docker.gpus", lambda card=card: (Gpu(card, 44.9),))
-        reason = _card(config)
-        assert (reason is None) == (words is None)
+    monkeypatch.setattr("harness.launch.docker.gpus", lambda: (Gpu("NVIDIA L20", 44.9),))
+    assert "FlashAttention 3 only, which needs Hopper" in card(config)
+    assert "found NVIDIA L20" in card(config)
+    monkeypatch.setattr("harness.launch.docker.gpus", lambda: (Gpu("NVIDIA H200", 139.0),))
+    assert card(config) is None
 
 
 def test_the_next_arm_waits_for_the_memory_of_the_last(monkeypatch):
@@ -211,3 +209,11 @@ def test_another_machine_is_not_reached_by_its_loopback(monkeypatch):
         _url(config, Published())
     Published.endpoint = lambda self: ("0.0.0.0", 32768)
     assert _url(replace(config), Published()) == "http://gpu-box:32768"
+
+
+def test_doctor_without_an_engine(monkeypatch, tmp_path):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    line, rows = docker_doctor.rows()
+    assert line.startswith("docker: no engine at unix://")
+    assert {row[0]: row[2] for row in rows} == dict.fromkeys(images.bases(), "no")
+    assert all(len(row) == len(docker_doctor.COLUMNS) and all(row) for row in rows)
