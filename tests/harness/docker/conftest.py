@@ -88,7 +88,8 @@ def derive(client):
 
     yield build
     for tag in made:
-        client.images.remove(client.images.get(tag).id, force=True)  # under every name it was given
+        for name in client.images.get(tag).tags:  # a push gives it further ones
+            client.images.remove(name, force=True)
 
 
 @pytest.fixture(scope="session")

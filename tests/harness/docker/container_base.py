@@ -117,7 +117,18 @@ def missing(client: docker.DockerClient, kind: str) -> bool:
     return False
 
 
+def forget(client: docker.DockerClient) -> None:
+    """Bases of another key, and what was built on them. This engine serves these tests alone."""
+    for image in client.images.list():
+        for tag in image.tags:
+            if tag.startswith((REPOSITORY, "specaccept/")):
+                client.images.remove(tag, force=True)
+    client.images.prune(filters={"dangling": True})
+
+
 def make(client: docker.DockerClient, cache: Path) -> None:
+    if missing(client, "torch"):
+        forget(client)
     names = [path.name for path in SITE.iterdir()]
     builders = [name for name in names if name.split("-")[0] in BUILDERS]
     kept = [name for name in names if not name.startswith((*LEFT_OUT, *BUILDERS))]

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.policy import Policy
 from harness.config import load
 from harness.engines.base import EngineError, Server, Snapshot
 from harness.launch import LaunchError, docker_doctor, docker_gpu, images
 from harness.launch.capability import Gpu
 from harness.launch.docker import _url, card
+from harness.launch.docker_container import HUB, SHARED, argv, host_config
 from harness.launch.docker_daemon import explain, is_local, is_orphan, owner
 from harness.launch.docker_gpu import Memory, devices
 from harness.launch.shards import ShardedClient, merge
@@ -217,3 +219,31 @@ def test_doctor_without_an_engine(monkeypatch, tmp_path):
     assert line.startswith("docker: no engine at unix://")
     assert {row[0]: row[2] for row in rows} == dict.fromkeys(images.bases(), "no")
     assert all(len(row) == len(docker_doctor.COLUMNS) and all(row) for row in rows)
+
+
+def test_models_of_the_hub_come_from_a_read_only_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    config = load(["launch=docker", "model=qwen3-14b", "launch.hub_cache=/cache/hub"])
+    given = host_config(config, Policy("strict"), "n", ["0"], None, None)
+    assert [(each["Target"], each["Source"], each["ReadOnly"]) for each in given["mounts"]] == [
+        (HUB, "/cache/hub", True)
+    ]
+    assert {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": HUB, "NCCL_P2P_DISABLE": "1"}.items() <= given["environment"].items()
+    assert given["device_requests"][0]["DeviceIDs"] == ["0"]
+    assert given["shm_size"] == 16 << 30
+    line = argv(config)
+    assert line[:3] == ["python3", "-m", "sglang.launch_server"]
+    assert line[line.index("--model-path") + 1] == "Qwen/Qwen3-14B"
+    assert line[line.index("--host") + 1] == "0.0.0.0"
+
+
+def test_an_engine_with_one_policy_shares_a_folder_for_its_counters(monkeypatch, tmp_path):
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    config = load(
+        ["launch=docker", "model=qwen3-14b", "engine=lightllm", "image.gpus=2", "launch.hub_cache=/cache/hub"]
+    )
+    given = host_config(config, Policy("strict"), "n", ["0", "1"], None, tmp_path)
+    assert (SHARED, str(tmp_path), False) in [(m["Target"], m["Source"], m["ReadOnly"]) for m in given["mounts"]]
+    assert given["environment"]["SPECACCEPT_TELEMETRY_DIR"] == SHARED
+    line = argv(config)
+    assert line[line.index("--tp") + 1] == "2"
