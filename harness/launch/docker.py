@@ -75,8 +75,8 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
             notes.writelines(f"removed {name}, left behind by a run that is gone\n" for name in reap(client))
         image = find_image(client, config)
         devices = docker_gpu.devices(config, replicas)
-        memory = docker_gpu.watch([each for ids in devices for each in ids])
-        stack.callback(memory.settle)  # after the containers are gone: the next arm finds its GPUs free
+        docker_gpu.settle()  # of the arm before
+        docker_gpu.watch([each for ids in devices for each in ids])
         output = stack.enter_context(log.open("ab"))
         stack.callback(_sweep, client, nonce)
         started = []

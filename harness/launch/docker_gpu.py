@@ -69,7 +69,16 @@ class Memory:
             time.sleep(poll_s)
 
 
-def watch(ids: Sequence[str]) -> Memory:
-    """ids: of this run. Another machine's GPUs are not seen from here."""
+_before: list[Memory] = []  # what this process found on its GPUs before its last server
+
+
+def watch(ids: Sequence[str]) -> None:
+    """Note what the GPUs of a server hold before it starts. Another machine's are not seen from here."""
     now = used_mib() if ids and is_local() else {}
-    return Memory({each: now[each] for each in ids if each in now})
+    _before.append(Memory({each: now[each] for each in ids if each in now}))
+
+
+def settle() -> None:
+    """Before the next server: wait until the last one's memory is free again. Raises LaunchError."""
+    while _before:
+        _before.pop().settle()

@@ -247,3 +247,18 @@ def test_an_engine_with_one_policy_shares_a_folder_for_its_counters(monkeypatch,
     assert given["environment"]["SPECACCEPT_TELEMETRY_DIR"] == SHARED
     line = argv(config)
     assert line[line.index("--tp") + 1] == "2"
+
+
+def test_memory_is_read_from_nvidia_smi_and_awaited_before_the_next_server(monkeypatch, tmp_path):
+    """A program in its place that says less each time it is asked."""
+    told = tmp_path / "told"
+    told.write_text("100\n40000\n20000\n100\n")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\nread first < {told}\nsed -i 1d {told}\nprintf "0, %s\\n1, 7\\n" "$first"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(docker_gpu, "is_local", lambda: True)
+    docker_gpu.settle()
+    docker_gpu.watch(["0"])
+    docker_gpu.settle()
+    assert told.read_text() == ""
