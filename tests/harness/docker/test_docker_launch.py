@@ -244,7 +244,8 @@ def test_a_gpu_that_is_absent(running, monkeypatch):
 
 
 def test_an_engine_that_is_not_ready_in_time(running, quick):
-    with pytest.raises(LaunchError, match="not ready in time"), running(*quick, "engine.ready_timeout_s=0.1"):
+    never = [*quick[:2], "++image.env.FAKE_FAULT=never-ready", "engine.ready_timeout_s=2"]
+    with pytest.raises(LaunchError, match="not ready in time"), running(*never):
         pytest.fail("started")
 
 
