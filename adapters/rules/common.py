@@ -49,6 +49,12 @@ def check(field: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torc
         raise RuleError(f"{field}: expected device {like.device} (that of draft_ids), found {tensor.device}")
 
 
+def check_in_place(field: str, tensor: Tensor) -> None:
+    """Fail where two elements of a tensor that is written share memory (an expanded view)."""
+    if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise RuleError(f"{field}: expected memory of its own for every element, found strides {list(tensor.stride())}")
+
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTS = (torch.int32, torch.int64)
 
@@ -78,7 +84,7 @@ def check_live(live: Tensor | None, draft_ids: Tensor) -> Tensor:
     check("live", live, (B,), INTS, draft_ids)
     if live.device.type == "cpu" and B and (int(live.min()) < 0 or int(live.max()) > K):
         raise RuleError(f"live: expected values in 0..{K}, found {live.tolist()}")
-    return live.to(torch.int32)
+    return live.to(torch.int32).contiguous()
 
 
 def prefix_length(ok: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from adapters.rules.asd import naive
 from adapters.rules.asd.config import AsdConfig, Params, as_params
 from adapters.rules.asd.report import BUDGET, CAP, FULL, GATE, INVALID, STOP_NAMES, Report, settle
-from adapters.rules.common import Accepted, check, check_block, check_live, use_kernel
+from adapters.rules.common import Accepted, check, check_block, check_in_place, check_live, use_kernel
 
 __all__ = [
     "BUDGET",
@@ -45,6 +45,7 @@ def accept(
     B, _, _ = check_block(draft_ids, "target_logits", target_logits)
     live = check_live(live, draft_ids)
     check("spent", spent, (B,), (torch.float32,), draft_ids)
+    check_in_place("spent", spent)
     params = config if isinstance(config, Params) else as_params(config, B, draft_ids.device)
     if report is not None:
         report.check(draft_ids)

@@ -53,6 +53,8 @@ class Params(NamedTuple):
 
 def as_params(config: AsdConfig | Sequence[AsdConfig], rows: int, device: torch.device) -> Params:
     """One config for all rows, or one per row, as tensors. A float64 budget is rounded to float32 here, once."""
+    if not isinstance(config, AsdConfig | Sequence):
+        raise RuleError(f"config: expected AsdConfig or one per row, found {type(config).__name__}")
     configs = [config] * rows if isinstance(config, AsdConfig) else list(config)
     if len(configs) != rows:
         raise RuleError(f"config: expected one AsdConfig or one per row ({rows}), found {len(configs)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adapters.rules.common import RuleError, check
+from adapters.rules.common import RuleError, check, check_in_place
 
 # Why a row stopped. Where several hold at once the first of INVALID, BUDGET, GATE, CAP is named.
 FULL = 0  # every live draft committed
@@ -44,6 +44,8 @@ class Report:
         check("report.charge", self.charge, (B, K), (torch.float32,), draft_ids)
         check("report.relaxed", self.relaxed, (B,), (torch.int32,), draft_ids)
         check("report.stop", self.stop, (B,), (torch.int8,), draft_ids)
+        for name in ("charge", "relaxed", "stop"):
+            check_in_place(f"report.{name}", getattr(self, name))
 
 
 def settle(spent_before: Tensor, charge: Tensor, committed: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adapters.rules.asd.config import Params
 from adapters.rules.asd.report import BUDGET, CAP, FULL, GATE, INVALID, Report
-from adapters.rules.common import COUNTERS, Accepted, interpreted
+from adapters.rules.common import COUNTERS, Accepted, RuleError, interpreted
 
 _FULL, _INVALID, _BUDGET = tl.constexpr(FULL), tl.constexpr(INVALID), tl.constexpr(BUDGET)
 _GATE, _CAP = tl.constexpr(GATE), tl.constexpr(CAP)
@@ -259,6 +259,9 @@ def _fused_kernel(
             )  # fmt: skip
 
 
+_FLAT = ["length", "bonus", "spent", "slots", "live", "starts", "ids", "accepted", "before", "bits", "counts", "regret"]
+
+
 @dataclass
 class Launch:
     """Where the requests of one launch are: layout, ledger and outputs. Tensors the caller owns.
@@ -286,7 +289,8 @@ class Launch:
     regret: Tensor | None = None  # [slots] float64, in and out
 
     def arguments(self) -> tuple[tuple, dict]:
-        """Kernel arguments from `Slots` on, and the flags."""
+        """Kernel arguments from `Slots` on, and the flags. Raises RuleError for a tensor the kernels would misread."""
+        self.check_dense()
         some = self.length  # stands for a pointer no path reads
         r, p = self.report, self.params
         ragged = self.starts is not None
@@ -328,6 +332,16 @@ class Launch:
             "COUNT": self.counts is not None,
         }
         return tensors, flags
+
+    def check_dense(self) -> None:
+        """All but draft_ids and logits are indexed without strides."""
+        parts = {name: getattr(self, name) for name in _FLAT}
+        parts |= {f"params.{name}": tensor for name, tensor in self.params._asdict().items()}
+        if self.report is not None:
+            parts |= {f"report.{name}": tensor for name, tensor in vars(self.report).items()}
+        for name, tensor in parts.items():
+            if tensor is not None and not tensor.is_contiguous():
+                raise RuleError(f"{name}: expected a contiguous tensor, found strides {list(tensor.stride())}")
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -387,11 +401,17 @@ def accept(
     z = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
     out = Accepted(torch.empty(B, dtype=torch.int32, device=device), torch.empty(B, dtype=torch.int64, device=device))
     draft_ids = draft_ids if draft_ids.stride(1) == 1 else draft_ids.contiguous()
-    report = Report.empty(B, K, device) if report is None else report
-    launch = Launch(draft_ids, z, out.length, out.bonus, spent, params, live=live, report=report)
+    # The kernels index the small tensors densely: a strided view goes in and out through a copy.
+    ledger, params = spent.contiguous(), Params(*(t.contiguous() for t in params))
+    wanted = () if report is None else (report.charge, report.relaxed, report.stop)
+    report = Report.empty(B, K, device) if report is None else Report(*(t.contiguous() for t in wanted))
+    launch = Launch(draft_ids, z, out.length, out.bonus, ledger, params, live=live, report=report)
     if z.dtype == torch.float64:
         walk(launch, z.argmax(-1).contiguous())
     else:
         keys = torch.empty(B * (K + 1) * MAX_PIECES, dtype=torch.int64, device=device)
         fused(launch, keys, torch.zeros(B, dtype=torch.int32, device=device))
+    for view, dense in zip((spent, *wanted), (ledger, report.charge, report.relaxed, report.stop), strict=False):
+        if dense is not view:
+            view.copy_(dense)
     return out

@@ -325,3 +325,51 @@ def test_settle_stops_where_the_answer_was_cut():
     charge = torch.tensor([[0.5, 0.0, 0.25]])
     for committed, spent in [(0, 1.0), (1, 1.5), (2, 1.5), (3, 1.75)]:
         assert settle(torch.tensor([1.0]), charge, torch.tensor([committed])).item() == spent
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as every second element of each dimension of a larger tensor of other values."""
+    big = torch.full([2 * n for n in tensor.shape], 7, dtype=tensor.dtype, device=tensor.device)
+    view = big[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+@settings(parent=KERNEL)
+@given(case=cases())
+def test_views_with_strides_are_read_and_written_where_they_are(path, device, case):
+    module = asd.naive
+    if path == "kernel":
+        from adapters.rules.asd import triton as module
+    else:
+        device = torch.device("cpu")
+    B, K = case.draft_ids.shape
+    data = [t.to(device) for t in (case.draft_ids, case.logits, case.spent, case.live)]
+    params = as_params(case.configs, B, device)
+    plain, views = Report.empty(B, K, device), Report(*map(strided, vars(Report.empty(B, K, device)).values()))
+    ids, z, spent, live = map(strided, data)
+    wanted = module.accept(*data[:3], params, data[3], plain)
+    found = module.accept(ids, z, spent, type(params)(*map(strided, params)), live.contiguous(), views)
+    assert torch.equal(found.length, wanted.length)
+    assert torch.equal(found.bonus, wanted.bonus)
+    assert torch.equal(spent, data[2])
+    for name in ("charge", "relaxed", "stop"):
+        assert torch.equal(getattr(views, name), getattr(plain, name))
+    around = spent._base if spent._base is not None else spent
+    assert (around[1::2] == 7).all()  # nothing beside the view was written
+
+
+def test_a_ledger_whose_rows_share_memory_is_refused():
+    ids, z = torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 3, 4)
+    with pytest.raises(RuleError, match=r"spent: expected memory of its own .* strides \[0\]"):
+        asd.accept(ids, z, torch.zeros(1).expand(2), AsdConfig(1.0))
+    report = Report.empty(2, 2)
+    report.stop = torch.zeros(1, dtype=torch.int8).expand(2)
+    with pytest.raises(RuleError, match=r"report.stop"):
+        asd.accept(ids, z, torch.zeros(2), AsdConfig(1.0), report=report)
+
+
+@pytest.mark.parametrize("config", [5, None, 1.0])
+def test_a_config_of_another_type_is_named(config):
+    with pytest.raises(RuleError, match=r"config: expected AsdConfig .* found"):
+        asd.accept(torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 2, 3), torch.zeros(1), config)
