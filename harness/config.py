@@ -146,6 +146,7 @@ class LaunchConfig:
     image says). gpus: device ids (None: 0, 1, ...). port: of the first replica on `publish` (None: a free one).
     publish: address the ports are bound to. hub_cache: the hub's cache on the engine's machine (None: this one's).
     offline: false: the container may download, into a cache that goes with it. code: where answers to coding items run.
+    Of attach alone: foreign_adapter: true: measure, marked, a server with other adapter files.
     """
 
     name: str = ""
@@ -157,6 +158,7 @@ class LaunchConfig:
     hub_cache: str | None = None
     offline: bool = True
     code: str = "process"
+    foreign_adapter: bool = False
 
     def __post_init__(self) -> None:
         _one_of("launch", "name", self.name, ("process", "attach", "docker"))

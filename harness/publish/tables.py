@@ -177,7 +177,8 @@ def title(record: Record) -> str:
     config = record.identity.config
     launched = record.launch or {}
     replicas = f", {launched['replicas']} replicas" if launched.get("replicas", 1) > 1 else ""
-    where = " (attached server)" if launched.get("attached") else ""
+    foreign = ", adapter differs from this checkout" if launched.get("foreign_adapter") else ""
+    where = f" (attached server{foreign})" if launched.get("attached") else ""
     where = f" (docker{replicas})" if launched.get("kind") == "docker" else where
     items = len(record.workload["items"])
     return f"{config['model']['name']} on {config['engine']['name']}{where}, {config['traffic']['name']}, {items} items"

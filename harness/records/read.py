@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -77,8 +78,8 @@ def _absent(record: Record) -> list[str]:
         "identity.digest": identity.digest,
         "identity.config": identity.config,
         "identity.code.sha256": identity.code.get("sha256"),
-        "identity.target": identity.target.get("revision") or identity.target.get("sha256"),
-        "identity.draft": identity.draft.get("revision") or identity.draft.get("sha256"),
+        "identity.target": _named(identity.target),
+        "identity.draft": _named(identity.draft),
         "identity.data": identity.data,
         "identity.adapter_files": identity.adapter_files,
         "identity.engine": identity.engine,
@@ -93,3 +94,8 @@ def _absent(record: Record) -> list[str]:
         "requests_sha256": record.requests_sha256,
     }
     return [name for name, value in needed.items() if not value]
+
+
+def _named(model: dict[str, Any]) -> Any:
+    """What names a model's content; of an attached server, whose files are out of reach, what it reports."""
+    return model.get("revision") or model.get("sha256") or model.get("reported")
