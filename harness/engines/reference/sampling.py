@@ -27,7 +27,9 @@ def _check(ok: bool, field: str, expected: str, found: Any) -> None:
 def _number(field: str, value: Any, kind: Any, low: float, high: float = float("inf")) -> Any:
     name = "an integer" if kind is int else "a number"
     bounds = f"{name} >= {low:g}" if high == float("inf") else f"{name} in {low:g}..{high:g}"
-    _check(isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high, field, bounds, value)
+    ok = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+    found = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) >= 1 << 64 else value
+    _check(ok, field, bounds, found)
     return value
 
 
@@ -70,7 +72,9 @@ class Sampling:
             )
         at, out = "sampling_params.", cls()
         if "temperature" in given:
-            out = replace(out, temperature=float(_number(at + "temperature", given["temperature"], (int, float), 0)))
+            out = replace(
+                out, temperature=float(_number(at + "temperature", given["temperature"], (int, float), 0, 1000))
+            )
         if "top_k" in given:
             k = _number(at + "top_k", given["top_k"], int, -1)
             _check(k != 0, at + "top_k", "-1 or an integer >= 1", k)
@@ -120,7 +124,9 @@ def target_probs(logits: Tensor, params: Sequence[Sampling]) -> Tensor:
     ordered = ordered / ordered.sum(-1, keepdim=True)
     before = ordered.cumsum(-1) - ordered
     top_p = column([s.top_p for s in params])
-    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), 0.0)
+    cut = (before >= top_p) & (top_p < 1)
+    cut[..., 0] = False  # a top_p that is 0 in float32 still leaves the likeliest token
+    ordered = ordered.masked_fill(cut, 0.0)
     ordered = ordered / ordered.sum(-1, keepdim=True)
     return torch.zeros_like(p).scatter(-1, order, ordered)
 

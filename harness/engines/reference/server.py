@@ -27,10 +27,19 @@ from harness.engines.reference.sampling import RequestError, Sampling, token_ids
 FIELDS = {"input_ids", "rid", "stream", "sampling_params"}
 
 
-def parse(body: Any, engine: Engine) -> tuple[list[Request], bool, bool]:
-    """The body of /generate -> requests, whether it was a list, whether to stream. Raises RequestError."""
+async def read(http: HttpRequest) -> dict[str, Any]:
+    """The body as a JSON object. Raises RequestError."""
+    try:
+        body = json.loads(await http.body())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"body: expected JSON, found {error}") from None
     if not isinstance(body, dict):
         raise RequestError(f"body: expected a JSON object, found {type(body).__name__}")
+    return body
+
+
+def parse(body: dict[str, Any], engine: Engine) -> tuple[list[Request], bool, bool]:
+    """The body of /generate -> requests, whether it was a list, whether to stream. Raises RequestError."""
     unknown = sorted(key for key in body.keys() - FIELDS if body[key] is not None)
     if unknown:
         raise RequestError(f"{unknown[0]}: this engine does not have it; it has {', '.join(sorted(FIELDS))}")
@@ -59,6 +68,8 @@ def parse(body: Any, engine: Engine) -> tuple[list[Request], bool, bool]:
             raise RequestError(f"{where}: expected at least one id, found none")
         if rid is not None and (not isinstance(rid, str) or (many and isinstance(body["rid"], str))):
             raise RequestError(f"rid: expected a string per input, found {body['rid']!r}")
+        if rid is not None and not (rid.isprintable() and len(rid) <= 256):
+            raise RequestError(f"rid: expected at most 256 printable characters, found {rid[:256]!r}")
         sampling = Sampling.from_json({} if raw is None else raw, vocabulary)
         total = len(prompt) + sampling.max_new_tokens
         if total > engine.limit:
@@ -94,11 +105,7 @@ class Service:
 
     async def generate(self, http: HttpRequest) -> Response:
         try:
-            body = json.loads(await http.body())
-        except ValueError as error:
-            return failure(400, f"body: expected JSON, found {error}")
-        try:
-            requests, many, stream = parse(body, self.engine)
+            requests, many, stream = parse(await read(http), self.engine)
         except RequestError as error:
             return failure(400, str(error))
         twice = [request.rid for request in requests if request.rid in self.live]
@@ -175,8 +182,11 @@ class Service:
             self.live.pop(request.rid, None)
 
     async def abort_request(self, http: HttpRequest) -> Response:
-        rid = (await http.json()).get("rid")
-        if rid not in self.live:
+        try:
+            rid = (await read(http)).get("rid")
+        except RequestError as error:
+            return failure(400, str(error))
+        if not isinstance(rid, str) or rid not in self.live:
             return failure(400, f"rid: expected a request that is running, found {rid!r}")
         self.engine.abort([self.live[rid]])
         return Response()
@@ -208,8 +218,9 @@ class Service:
         )
 
 
-def failure(status: int, message: str | None) -> JSONResponse:
-    return JSONResponse({"error": {"message": message}}, status_code=status)
+def failure(status: int, message: str | None) -> Response:
+    # ASCII: a message may quote what no UTF-8 can carry.
+    return Response(json.dumps({"error": {"message": message}}), status_code=status, media_type="application/json")
 
 
 class _Server(uvicorn.Server):

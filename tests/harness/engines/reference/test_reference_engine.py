@@ -335,6 +335,7 @@ def test_target_probs_by_hand():
     for params, expected in (
         (Sampling(**at, top_k=2), [5 / 7, 2 / 7, 0, 0]),
         (Sampling(**at, top_p=0.45), [1, 0, 0, 0]),
+        (Sampling(**at, top_p=1e-300), [1, 0, 0, 0]),
         (Sampling(**at, top_p=0.6), [5 / 7, 2 / 7, 0, 0]),
         (Sampling(**at, top_k=3, top_p=0.8), [5 / 9, 2 / 9, 2 / 9, 0]),
         (Sampling(temperature=0.5), [25 / 34, 4 / 34, 4 / 34, 1 / 34]),

@@ -196,6 +196,9 @@ def test_server_info_carries_the_snapshot(url):
         ({"input_ids": ["w5"]}, "input_ids"),
         ({"text": "w5"}, "text"),
         ({"input_ids": [5], "rid": 3}, "rid"),
+        ({"input_ids": [5], "rid": "\ud800"}, "rid: expected at most 256 printable"),
+        ({"input_ids": [5], "sampling_params": {"temperature": 10**400}}, "temperature: .* of 1329 bits"),
+        ({"input_ids": [5], "sampling_params": {"min\ud800p": 1}}, "does not have it"),
         ({"input_ids": [[5], [6]], "rid": "one"}, "rid"),
         ({"input_ids": [[5], [6]], "rid": ["one", "one"]}, "rid"),
         ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "sampling_params"),
@@ -212,7 +215,7 @@ def test_bad_requests_name_the_field(url, body, field):
     params = body.get("sampling_params") or {}
     if isinstance(params, dict):
         body["sampling_params"] = {"max_new_tokens": 2, **params}
-    response = post(url, **body)
+    response = httpx.post(f"{url}/generate", content=json.dumps(body))  # ASCII carries what UTF-8 cannot
     if field is None:
         assert response.status_code == 200
         return
@@ -220,8 +223,15 @@ def test_bad_requests_name_the_field(url, body, field):
     assert re.search(field, response.json()["error"]["message"])
 
 
-def test_a_body_that_is_not_json_is_a_400(url):
-    assert httpx.post(f"{url}/generate", content=b"{").status_code == 400
+@pytest.mark.parametrize("path", ["/generate", "/abort_request"])
+@pytest.mark.parametrize("content", [b"{", b"[" * 100_000, b"[]", b"3", b"\xff", b'{"rid": [1], "input_ids": {}}'])
+def test_a_body_that_is_not_a_json_request_is_a_400(url, path, content):
+    response = httpx.post(f"{url}{path}", content=content)
+    assert response.status_code == 400
+    assert re.match("body|rid|input_ids", response.json()["error"]["message"])
+
+
+def test_parameters_that_are_no_object_are_a_400(url):
     assert post(url, input_ids=[5], sampling_params=[]).status_code == 400
 
 
