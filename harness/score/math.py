@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.score.outcome import Score, is_cut_off, visible
 
-PARSER_VERSION = "math-1"
+PARSER_VERSION = "math-2"
 LONGEST = 256  # characters of a box or a line: longer ones hold no number anyone meant
 MAX_DIGITS = 60
 
@@ -44,12 +44,16 @@ _LIST = re.compile(r",(?![0-9]{3}(?![0-9]))|;| and ")
 _RUN_ON = re.compile(r"Question[ \t]{0,3}[0-9]{0,6}[ \t]{0,3}:")
 _RUN_ON_LINE = re.compile(r"\n[ \t*#]{0,8}" + _RUN_ON.pattern)
 _MARKER = re.compile(r"####([^\n]*)(\n?)")
-_STATED = re.compile(r"\banswer(?:\s{1,3}is|\s{0,3}[:=])(?:\s{0,3}:)?([^\n]{0,200})", re.IGNORECASE)
+_STATED = re.compile(r"\banswer(?:\s{1,3}is|\s{0,3}[:=])(?:\s{0,3}:)?(?=([^\n]{0,200}))", re.IGNORECASE)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{|\\.|[{}]", re.DOTALL)
 _FRAC = re.compile(
     r"(?P<whole>(?<![0-9.])[0-9]{1,9} ?)?\\[dt]?frac ?(?:\{([^{}\\]{1,64})\} ?\{([^{}\\]{1,64})\}|([0-9]) ?([0-9]))"
 )
 _THIN = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~)(?=[0-9]{3}(?![0-9]))")
+# What makes a box an expression that has yet to be worked out: a command that is no unit, a factorial, a variable.
+_EXPRESSION = re.compile(
+    r"\\(?!approx|pounds|euro|degree|textdollar|displaystyle)[A-Za-z]+|[√⌊⌈]|[0-9)]!|[0-9)] ?(?:[xyzn]|π)(?!\w)"
+)
 _SPACING = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~|\s+")
 _WORDS = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf)|mbox|boxed|fbox|left|right)(?![a-z])")
 
@@ -143,7 +147,7 @@ def parse_number(text: str) -> Fraction | None:
     if len(text) > LONGEST:
         return None
     left, _, plain = _UNIT_POWER.sub("", _plain(text)).rpartition("=")
-    if _LIST.search(left):
+    if _LIST.search(left) or _EXPRESSION.search(plain):
         return None
     match = _ALONE.fullmatch(plain.strip("*_`()[]:;!? ").rstrip("."))
     return None if match is None or (match["sign"] and match["minus"]) else _value(match)

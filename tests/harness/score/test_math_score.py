@@ -54,6 +54,9 @@ TABLE = [
     ("degrees in braces", "\\boxed{18^{\\circ}\\text{C}}", "18"),
     ("chain of equations", "\\boxed{x = 12 + 6 = 18}", "18"),
     ("math mode", "\\boxed{$18$}", "18"),
+    ("about", "\\boxed{\\approx 18}", "18"),
+    ("unit that begins with a variable's letter", "\\boxed{18 yards}", "18"),
+    ("last statement of one line", "So the answer is 7. Wait, that is wrong: the answer is 5.", "5"),
     ("marker", "9 * 2 = 18\n#### 18", "18"),
     ("marker with commas", "#### 70,000", "70000"),
     ("stated, bold", "So the answer is **18** dollars.", "18"),
@@ -99,6 +102,14 @@ def test_table(text, expected):
         "\\boxed{\\frac{x}{2} 5}",
         "\\boxed{12:30}",
         "\\boxed{10^3}",
+        "\\boxed{\\sqrt{16}}",
+        "\\boxed{√16}",
+        "\\boxed{5!}",
+        "\\boxed{\\log 5}",
+        "\\boxed{\\lfloor 2.5 \\rfloor}",
+        "\\boxed{5\\pi}",
+        "\\boxed{5x}",
+        "\\boxed{5 x}",
         "\\boxed{--7}",
         "\\boxed{18",
         "It is 5. \\boxed{none}",
@@ -149,7 +160,7 @@ def test_rule_is_recorded():
         score(item(), t, "stop").rule for t in ("\\boxed{18}", "#### 18", "answer: 18", "so 18", "no", "\\boxed{a}")
     ]
     assert rules == ["boxed", "####", "stated", "last number", "no number", "box without a number"]
-    assert PARSER_VERSION["math"] == "math-1"
+    assert PARSER_VERSION["math"] == "math-2"
 
 
 @pytest.mark.parametrize("seed", range(1_000_200_000, 1_000_200_040))
