@@ -8,7 +8,9 @@ STAMP := $(VENV)/.installed
 
 # One variable of the command line = one Hydra override of the same name in lower case; unset ones are left to recipes/.
 override VARIABLES := MODEL POLICY ENGINE LAUNCH IMAGE URL TRAFFIC DATA LIMIT OUT
-OVERRIDES = $(foreach v,$(VARIABLES),$(if $($(v)),'$(shell echo $(v) | tr A-Z a-z)=$($(v))'))
+# Values reach the shell in single quotes and unexpanded: quotes, spaces and dollars in them are text.
+quote = '$(subst ','\'',$(1))'
+OVERRIDES = $(foreach v,$(VARIABLES),$(if $(value $(v)),$(call quote,$(shell echo $(v) | tr A-Z a-z)=$(value $(v)))))
 HARNESS = $(BIN)/python -m harness
 
 .DEFAULT_GOAL := help
@@ -37,7 +39,7 @@ tables-check: ## fails when a table differs from its records or lacks provenance
 doctor: ## what this machine can run, row by row, and why not
 
 images: $(STAMP) ## make images IMAGE=reference-cpu [ARGS="--base-image REFERENCE"]: recipes/docker-images
-	@$(BIN)/python -m harness.launch.images build $(IMAGE) $(ARGS)
+	@$(BIN)/python -m harness.launch.images build $(call quote,$(value IMAGE)) $(ARGS)
 
 bench-reference: $(STAMP) ## the embedded engine beside transformers' own generate, one run
 	@$(BIN)/python -m harness.engines.reference.benchmark $(ARGS)

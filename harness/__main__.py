@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import dedent
 
 from harness import interrupt
@@ -18,6 +20,7 @@ from harness.launch.base import LaunchError
 from harness.tasks import INCONCLUSIVE, find
 from harness.tasks.errors import TaskError
 
+WRITING = ("bench", "gate", "calibrate", "tables")  # tasks that leave something below out=
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 TASKS = {
     "bench": "strict, asd-b0 and the policy, interleaved on one engine: throughput, accuracy, identity",
@@ -63,6 +66,17 @@ def usage() -> str:
     return "\n".join(lines)
 
 
+def check_writable(results: Path) -> None:
+    """Folders of records and plots exist and take files: found out before an engine has run for hours."""
+    try:
+        for folder in (results / "runs", results / "plots"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise ConfigError(f"out: expected a folder that can be written, found {results}: {error.strerror}") from None
+
+
 def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help", "help"} & set(arguments):
         print(usage())
@@ -70,6 +84,8 @@ def main(arguments: Sequence[str]) -> int:
     interrupt.install()
     try:
         config: Config = load(arguments)
+        if config.task.name in WRITING:
+            check_writable(config.results)
         return find(config.task.name)(config)
     except (ConfigError, LaunchError, EngineError, TaskError) as error:
         print(f"specaccept: {error}", file=sys.stderr)

@@ -21,10 +21,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from adapters.policy import GREEDY_RULES, Policy, PolicyError
+from harness.traffic.sources import READS_DATA
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
 VERBATIM = ("url", "data", "out")  # free text: never read by Hydra's grammar
+FIXED_ARMS = ("strict", "asd-b0", "chain")  # arms of a run whatever its policy: their names stand for one rule each
 
 
 class ConfigError(ValueError):
@@ -300,15 +302,15 @@ class Config:
         del value["out"], value["data"], value["limit"]
         if self.traffic.data:  # the folder's content is in the data set's provenance; where it lay says nothing
             value["traffic"]["data"] = Path(self.traffic.data).name
-        return _plain(value)
+        return plain(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no infinity: null stands for it, as in a policy's JSON."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
@@ -337,7 +339,10 @@ def load(overrides: Sequence[str] = ()) -> Config:
     if config.launch.code == "container" and config.image.name == "auto":
         raise ConfigError("launch.code: container needs image=NAME, whose Python runs the answers, found image=auto")
     settle_policy(config, named)
+    _check_arms(config.policy)
     traffic = config.traffic
+    if (config.data or traffic.data) and traffic.name not in READS_DATA:
+        raise ConfigError(f"data: belongs to traffic={' or '.join(READS_DATA)}, found it with traffic={traffic.name}")
     traffic.data = str(Path(config.data).expanduser().resolve()) if config.data else traffic.data
     own = traffic.limit and config.task.limit  # a data set without a limit of its own is used whole
     traffic.limit = config.limit or own or traffic.limit
@@ -357,7 +362,10 @@ def _verbatim(text: str) -> str:
 
 
 def _check_names(overrides: Sequence[str]) -> set[str]:
-    """The keys that are overridden; an unknown key or group member is an error with the choices."""
+    """The keys that are overridden; an unknown key or group member is an error with the choices.
+
+    A member's name is what rows are filed under: it is chosen with GROUP=MEMBER and never given to something else.
+    """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
@@ -367,6 +375,9 @@ def _check_names(overrides: Sequence[str]) -> set[str]:
         key = override.key_or_group
         if key.partition(".")[0] not in top or override.package is not None:
             raise ConfigError(f"unknown override {key!r}, expected one of {', '.join(sorted(top))}")
+        if key in {f"{group}.name" for group in GROUPS}:
+            group = key.partition(".")[0]
+            raise ConfigError(f"{key}: a member keeps its name, expected {group}={'|'.join(choices(group))}")
         if key in (*GROUPS, EXPERIMENT):
             member = override.value()
             if member not in choices(key):
@@ -391,7 +402,7 @@ def _is_known(text: str) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return (str(error).strip().splitlines() or ["no reason"])[0]
 
 
 def settle_policy(config: Config, named: Collection[str] = ()) -> None:
@@ -402,13 +413,22 @@ def settle_policy(config: Config, named: Collection[str] = ()) -> None:
         replaced |= read_calibration(path)
         source = f"calibration {config.model.calibration}"
     kept = {key.partition(".")[2] for key in named if key.startswith("policy.")}
-    if unknown := sorted(set(replaced) - {item.name for item in fields(PolicyConfig)}):
+    if unknown := sorted(set(replaced) - {item.name for item in fields(PolicyConfig) if item.name != "name"}):
         raise ConfigError(f"model.policies.{config.policy.name}: unknown field {unknown[0]!r}")
     for name, value in replaced.items():
         if name not in kept:
             setattr(config.policy, name, value)
     config.policy.__post_init__()
     config.policy_source = source + (f", {', '.join(sorted(kept))} from the command line" if kept else "")
+
+
+def _check_arms(found: PolicyConfig) -> None:
+    """Two arms under one name would be one row: a policy with the name of a fixed arm is that arm."""
+    if found.name in FIXED_ARMS and found.policy != (own := member("policy", found.name).policy):
+        raise ConfigError(
+            f"policy: {found.name} is an arm of its own, expected {own.key}, found {found.policy.key}: "
+            "change another policy, as in policy=asd policy.budget=4"
+        )
 
 
 def settle_image(config: Config, named: Collection[str] = ()) -> None:
@@ -443,7 +463,8 @@ def read_calibration(path: Path) -> dict[str, Any]:
     try:
         policy = Policy.from_json(json.loads(path.read_text())["policy"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"calibration {path.name}: expected a JSON object with a policy, found {error!r}") from None
+        what = f"{type(error).__name__}: {_first_line(error)}"  # its repr would quote a whole file that is not text
+        raise ConfigError(f"calibration {path.name}: expected a JSON object with a policy, found {what}") from None
     return asdict(policy)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import fill
 from types import TracebackType
 
 from rich.box import SIMPLE_HEAD
@@ -13,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from harness.publish.cells import COLUMNS, FOOTNOTE, arm_cells
+from harness.publish.cells import FOOTNOTE, bench_table
+from harness.publish.labels import title
 from harness.records import Record, Row
 
 WIDE = 240  # where the output is no terminal, nothing is folded
@@ -64,7 +66,9 @@ class Bars:
 def table(columns: Iterable[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
     """One table on stdout."""
     console = Console() if sys.stdout.isatty() else Console(width=WIDE, color_system=None)
-    made = Table(*columns, box=SIMPLE_HEAD, title=title, title_justify="left")
+    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    for column in columns:
+        made.add_column(column, overflow="fold")  # a cell that is too wide goes on below: nothing is cut
     for row in rows:
         made.add_row(*row)
     console.print(made)
@@ -72,14 +76,11 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[str]], title: str | No
 
 def report(record: Record, folder: Path) -> None:
     """The end of a run: table or gate, verdict with its reasons, where the record lies."""
-    config = record.identity.config
-    traffic = f"{config['traffic']['name']}, {len(record.workload['items'])} items"
-    title = f"{config['model']['name']} on {config['engine']['name']}, {traffic}"
     if record.task == "gate":
-        _gate(record, title)
+        _gate(record, title(record))
     else:
-        table(COLUMNS, [arm_cells(record, arm) for arm in record.arms], title)
-        print(FOOTNOTE)
+        table(*bench_table(record), title(record))
+        print(fill(FOOTNOTE, 80))
     assert record.verdict is not None
     print(f"verdict: {record.verdict.outcome}" + "".join(f"\n  {reason}" for reason in record.verdict.reasons))
     print(f"record:  {os.path.relpath(folder)}")

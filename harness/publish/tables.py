@@ -1,21 +1,38 @@
 """results/README.md and its plots: pure functions of the records, published.yaml and the recipes.
 
 `render` returns every derived file as bytes; `write` puts them there, tables-check compares. The newest sound run of a
-key is shown, one that passed before one that did not; an incomplete or failed run is listed, and replaces nothing.
+key is shown, one that passed before one that did not; an incomplete or failed run is listed, and replaces nothing. One
+that did not pass and is newer than the run shown is told beside it: an old pass alone would say too much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from harness.config import ROOT, choices
+from harness.config import ROOT, ConfigError, choices
 from harness.launch.capability import pair, unsupported
-from harness.publish.cells import COLUMNS, FOOTNOTE, NOT_RUN, arm_cells
+from harness.publish.cells import FOOTNOTE, NOT_RUN, bench_table
+from harness.publish.labels import (
+    asked,
+    changes,
+    code,
+    is_recipe,
+    key,
+    link,
+    machine,
+    model,
+    models,
+    title,
+    traffic,
+    unusual,
+    workload,
+)
 from harness.records import Record
 from harness.records.read import Loaded, read_all
 from harness.records.run import write_atomically
@@ -76,48 +93,51 @@ def published(results: Path) -> list[Published]:
     """Figures of others beside the records, else those of this checkout."""
     path = results / PUBLISHED
     path = path if path.exists() else ROOT / "results" / PUBLISHED
-    return msgspec.yaml.decode(path.read_bytes(), type=list[Published])
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=list[Published])
+    except ValueError as error:  # msgspec's errors are ValueErrors, and so is text that is not UTF-8
+        raise ConfigError(f"{PUBLISHED}: {str(error).splitlines()[0]}") from None
 
 
-def key(record: Record) -> tuple[str, ...]:
-    """What a row stands for: two runs of one key answer the same question."""
-    config = record.identity.config
-    policies = sorted({arm.policy_key for arm in record.arms.values()})
-    kind = (record.launch or {}).get("kind", config["launch"]["name"])
-    return (
-        record.task,
-        config["model"]["name"],
-        config["engine"]["name"],
-        str(kind),
-        config["traffic"]["name"],
-        str(len(record.workload["items"])),
-        *policies,
-    )
+@dataclass(frozen=True)
+class Shown:
+    """The run shown for a key, how many sound others it has, and newer runs of it that did not pass."""
+
+    record: Record
+    others: int
+    newer: tuple[Record, ...]
 
 
-def choose(runs: Sequence[Loaded]) -> dict[tuple[str, ...], Loaded]:
-    """The run shown for each key."""
-    shown: dict[tuple[str, ...], Loaded] = {}
+def choose(runs: Sequence[Loaded]) -> dict[tuple[str, ...], Shown]:
+    """The newest complete pass of each key, else its newest complete run; most items first."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
     for run in runs:
-        if not run.complete or run.record is None:
-            continue
-        held = shown.get(key(run.record))
-        if held is None or _passed(run) or not _passed(held):
-            shown[key(run.record)] = run
-    return dict(sorted(shown.items()))
+        if run.record is not None and run.complete:
+            groups.setdefault(key(run.record), []).append(run.record)
+    failed = [run.record for run in runs if run.record and run.record.status == "failed" and not run.problems]
+    shown = {name: _shown(name, group, failed) for name, group in groups.items()}
+    order = sorted(shown, key=lambda name: (name[:4], -len(shown[name].record.workload["items"]), name))
+    return {name: shown[name] for name in order}
 
 
-def _passed(run: Loaded) -> bool:
-    return run.record is not None and run.record.verdict is not None and run.record.verdict.outcome == "pass"
+def _shown(name: tuple[str, ...], group: Sequence[Record], failed: Sequence[Record]) -> Shown:
+    """group: complete runs of the key. failed: of any key; one without an engine has none, but was asked the same."""
+    best = ([record for record in group if _passed(record)] or group)[-1]
+    died = [record for record in failed if asked(record) == name[: len(asked(record))]]
+    newer = [record for record in (*group, *died) if record.id > best.id and not _passed(record)]
+    return Shown(best, len(group) - 1, tuple(sorted(newer, key=lambda record: record.id)))
+
+
+def _passed(record: Record) -> bool:
+    return record.verdict is not None and record.verdict.outcome == "pass"
 
 
 def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, bytes]:
     """Every derived file, by path below `results`."""
     runs = read_all(results) if runs is None else runs
-    shown = choose(runs)
-    records = [run.record for run in shown.values() if run.record is not None]
-    benches = [record for record in records if record.task == "bench"]
-    files = {f"{PLOTS}/{record.id}.svg": _plot(record) for record in benches}
+    shown = choose(runs).values()
+    tasks = {task: [each for each in shown if each.record.task == task] for task in ("bench", "gate", "calibrate")}
+    files = {f"{PLOTS}/{each.record.id}.svg": _plot(each.record) for each in tasks["bench"]}
     environment = Environment(
         loader=PackageLoader("harness", "publish"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -125,20 +145,22 @@ def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, byt
     text = environment.get_template("README.md.j2").render(
         table=markdown,
         footnote=FOOTNOTE,
-        benches=[_bench(record) for record in benches],
+        benches=[_bench(each) for each in tasks["bench"]],
         gate_columns=GATE_COLUMNS,
-        gates=[_gate(record) for record in records if record.task == "gate"],
+        gates=[_gate(each) for each in tasks["gate"]],
+        gate_warnings=[line for each in tasks["gate"] for line in _warnings(each)],
         calibration_columns=CALIBRATION_COLUMNS,
-        calibrations=[_calibration(record) for record in records if record.task == "calibrate"],
+        calibrations=[_calibration(each) for each in tasks["calibrate"]],
+        calibration_warnings=[line for each in tasks["calibrate"] for line in _warnings(each)],
         coverage_columns=("model", *choices("engine")),
-        coverage=_coverage(benches),
+        coverage=_coverage([each.record for each in tasks["bench"]]),
         published_columns=PUBLISHED_COLUMNS,
         published=[
             (kind.capitalize(), [_stated(figure) for figure in by_kind if figure.kind == kind])
             for kind in dict.fromkeys(figure.kind for figure in by_kind)
         ],
         other_columns=OTHER_COLUMNS,
-        others=[_other(run) for run in runs if run not in shown.values()],
+        others=[_other(run) for run in runs if run.record not in [each.record for each in shown]],
     )
     return {README: _tidy(text).encode(), **files}
 
@@ -169,90 +191,89 @@ def _tidy(text: str) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def link(record: Record) -> str:
-    return f"[{record.id}](runs/{record.id}/record.json)"
-
-
-def title(record: Record) -> str:
-    config = record.identity.config
-    launched = record.launch or {}
-    replicas = f", {launched['replicas']} replicas" if launched.get("replicas", 1) > 1 else ""
-    foreign = ", adapter differs from this checkout" if launched.get("foreign_adapter") else ""
-    where = f" (attached server{foreign})" if launched.get("attached") else ""
-    where = f" (docker{replicas})" if launched.get("kind") == "docker" else where
-    items = len(record.workload["items"])
-    return f"{config['model']['name']} on {config['engine']['name']}{where}, {config['traffic']['name']}, {items} items"
-
-
-def machine(record: Record) -> str:
-    found = record.environment
-    names = [gpu["name"] for gpu in found["gpus"]]
-    counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return f"{found['cpu']}, {found['cores']} cores" + (f", {counted}" if counted else ", no GPU")
-
-
-def code(record: Record) -> str:
-    commit, dirty = record.identity.code["commit"], record.identity.code["dirty"]
-    text = f"commit {commit[:12]}" if commit else f"content {record.identity.code['sha256'][:12]}"
-    return text + (" with changes" if dirty else "")
-
-
-def _bench(record: Record) -> dict[str, Any]:
+def _bench(shown: Shown) -> dict[str, Any]:
+    record = shown.record
     assert record.verdict is not None
     assert record.identity.digest is not None
     engine = record.identity.engine or {}
     policies = "; ".join(f"{name} = {arm.policy_key} ({arm.policy_source})" for name, arm in record.arms.items())
+    columns, rows = bench_table(record)
     return {
         "title": title(record),
-        "columns": COLUMNS,
-        "rows": [arm_cells(record, arm) for arm in record.arms],
-        "caption": f"Policies: {policies}. Machine: {machine(record)}. Engine {engine.get('version')}. "
-        f"Run {link(record)}, {record.created}, {code(record)}, identity {record.identity.digest[:12]}, "
-        f"verdict {record.verdict.outcome}.",
+        "columns": columns,
+        "rows": rows,
+        "facts": [
+            f"Policies: {policies}.",
+            f"Model: {models(record)}.",
+            f"Asked: {workload(record)}.",
+            f"Machine: {machine(record)}. Engine: {engine.get('name')} {engine.get('version')}.",
+            f"Run {link(record)}, {record.created}, {code(record)}, identity {record.identity.digest[:12]}, "
+            f"verdict {record.verdict.outcome}{_beside(shown)}.",
+        ],
+        "warnings": _warnings(shown),
         "outcome": record.verdict.outcome,
         "reasons": record.verdict.reasons,
         "plot": f"{PLOTS}/{record.id}.svg",
     }
 
 
-def _gate(record: Record) -> list[str]:
+def _beside(shown: Shown) -> str:
+    """Nobody should take the best of many for the only one."""
+    return f"; {shown.others} other complete of the same question, listed below" if shown.others else ""
+
+
+def _warnings(shown: Shown) -> list[str]:
+    return [f"{title(record)}: newer run {link(record)}: {_why(record)}" for record in shown.newer]
+
+
+def _why(record: Record) -> str:
+    if record.verdict is None:
+        return f"{record.status}: {record.error or 'no reason'}"
+    return f"verdict {record.verdict.outcome}" + "".join(f"; {reason}" for reason in record.verdict.reasons)
+
+
+def _gate(shown: Shown) -> list[str]:
+    record = shown.record
     found, control, config = record.gates["identity"], record.gates["control"], record.identity.config
     return [
-        config["model"]["name"],
+        model(record),
         config["engine"]["name"],
-        config["traffic"]["name"],
+        ", ".join([config["traffic"]["name"], *unusual(record), *changes(record)]),
         f"{found['compared']}/{found['expected']}",
         f"{found['tokens']:,}",
         str(found["mismatches"]),
         f"{100 * found['bound']:.2g} %",
         f"{control['policy']}: {control['relaxed']} relaxed, {control['outputs_changed']}/{control['items']} changed",
-        f"{record.verdict.outcome if record.verdict else 'none'}, {link(record)}, {code(record)}",
+        f"{record.verdict.outcome if record.verdict else 'none'}, {link(record)}, {code(record)}{_beside(shown)}",
     ]
 
 
-def _calibration(record: Record) -> list[str]:
+def _calibration(shown: Shown) -> list[str]:
+    record = shown.record
     found, config = record.summary["calibration"], record.identity.config
     return [
-        *(config[group]["name"] for group in ("model", "engine", "traffic")),
+        model(record),
+        config["engine"]["name"],
+        ", ".join([config["traffic"]["name"], *unusual(record), *changes(record)]),
         str(len(record.workload["items"])),
         f"{found['rejections']}, {found['ratios']} positive",
         f"{found['quantile']:g}",
         "none: no positive ratio" if found["value"] is None else f"{found['value']:.4f}",
-        f"{link(record)}, {code(record)}",
+        f"{link(record)}, {code(record)}{_beside(shown)}",
     ]
 
 
 def _coverage(benches: Sequence[Record]) -> list[list[str]]:
     newest = {}
     for record in sorted(benches, key=lambda record: record.created):
-        config = record.identity.config
-        newest[config["model"]["name"], config["engine"]["name"]] = record
+        if is_recipe(record):
+            newest[model(record), record.identity.config["engine"]["name"]] = record
     rows = []
-    for model in choices("model"):
-        row = [model]
+    for name in choices("model"):
+        row = [name]
         for engine in choices("engine"):
-            run = newest.get((model, engine))
-            reason = unsupported(pair(model, engine))
+            run = newest.get((name, engine))
+            reason = unsupported(pair(name, engine))
             row.append(link(run) if run else f"unsupported ({reason})" if reason else NOT_RUN)
         rows.append(row)
     return rows
@@ -279,7 +300,5 @@ def _other(run: Loaded) -> list[str]:
         known = record.task if record else "unknown"
         return [run.folder.name, known, "unknown", "unknown", "unknown", "unsound", "; ".join(run.problems)]
     config = record.identity.config
-    outcome = record.verdict.outcome if record.verdict else "none"
-    why = record.error or f"verdict {outcome}, another run of the same kind is shown"
-    names = [config[group]["name"] for group in ("model", "engine", "traffic")]
-    return [link(record), record.task, *names, record.status, why]
+    why = record.error or f"{_why(record)}; another run of the same question is shown"
+    return [link(record), record.task, model(record), config["engine"]["name"], traffic(record), record.status, why]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from harness.records.run import JOURNAL, RECORD, REQUESTS, identity_digest, plan_digest, read_rows, sha256
+from harness.records.run import JOURNAL, LOG, RECORD, REQUESTS, identity_digest, plan_digest, read_rows, sha256
 from harness.records.schema import METRIC_VERSION, SCHEMA_VERSION, Record, Row, seal
 
 
@@ -29,8 +29,8 @@ class Loaded:
 def read(folder: Path) -> Loaded:
     try:
         record = msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
-    except (OSError, msgspec.MsgspecError) as error:
-        return Loaded(folder, None, [], [f"{folder.name}: {RECORD}: {error}"])
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors, and so is text that is not UTF-8
+        return Loaded(folder, None, [], [f"{folder.name}: {RECORD}: {str(error).splitlines()[0]}"])
     problems = [f"{folder.name}: {problem}" for problem in _problems(folder, record)]
     rows: list[Row] = []
     if (folder / REQUESTS).exists() and not problems:
@@ -66,7 +66,10 @@ def _problems(folder: Path, record: Record) -> list[str]:
     if record.requests_sha256 is not None:
         path = folder / REQUESTS
         expect(REQUESTS, record.requests_sha256, sha256(path) if path.exists() else None)
-    elif not (folder / JOURNAL).exists():
+    if record.engine_log_sha256 is not None:
+        path = folder / LOG
+        expect(LOG, record.engine_log_sha256, sha256(path) if path.exists() else None)
+    if record.requests_sha256 is None and not (folder / JOURNAL).exists():
         problems.append(f"{JOURNAL}: expected the journal of an unfinished run, found none")
     return problems
 

@@ -95,7 +95,7 @@ class Run:
         write_atomically(self.folder / RECORD, text + b"\n")
 
     def finish(self, status: str, verdict: Verdict | None, error: str | None = None) -> None:
-        """Rows into requests.parquet, the record sealed, the journal gone: once."""
+        """Rows into requests.parquet, log and record sealed, the journal gone: once, when the engine is down."""
         self._journal.close()
         path = self.folder / REQUESTS
         write_rows(path, self.rows)
@@ -103,6 +103,7 @@ class Run:
         record.status, record.verdict, record.error = status, verdict, error  # type: ignore[assignment]
         record.finished = now()
         record.rows, record.requests_sha256 = len(self.rows), sha256(path)
+        record.engine_log_sha256 = sha256(self.log) if self.log.exists() else None
         self.save()
         (self.folder / JOURNAL).unlink()
 

@@ -1,6 +1,7 @@
 """What a record holds. SCHEMA_VERSION: its shape. METRIC_VERSION: how the numbers in it are computed.
 
-`seal` is the SHA-256 of everything else in record.json, `requests_sha256` that of requests.parquet: an edited record is
+`seal` is the SHA-256 of everything else in record.json, `requests_sha256` that of requests.parquet, `engine_log_sha256`
+that of engine.log (None: no log, as of an attached server, or a record from before it was kept): an edited record is
 seen, and its summary is computed again from the rows whenever tables are checked.
 """
 
@@ -42,7 +43,7 @@ class Identity(msgspec.Struct, forbid_unknown_fields=True):
     """What the numbers belong to.
 
     plan: digest of what was asked (configuration, code, revisions): the key of resuming. digest: plan and what was
-    observed (adapter files, engine version, image digest): the key of tables.
+    observed (adapter files, engine version, image digest). What makes two runs rows of one table: publish/labels.py.
     """
 
     plan: str
@@ -77,6 +78,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     error: str | None = None
     rows: int = 0
     requests_sha256: str | None = None
+    engine_log_sha256: str | None = None
     seal: str | None = None
 
 
@@ -140,4 +142,7 @@ def digest(value: Any) -> str:
 def seal(record: Record) -> str:
     """Of the record as it is read back: 0 written for a float comes back as 0.0."""
     record = msgspec.json.decode(msgspec.json.encode(record), type=Record)
-    return digest(msgspec.to_builtins(record) | {"seal": None})
+    content = msgspec.to_builtins(record) | {"seal": None}
+    if record.engine_log_sha256 is None:
+        del content["engine_log_sha256"]  # records from before this field were sealed without it
+    return digest(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,10 +121,26 @@ def _from_folder(split: Split, folder: Path) -> list[dict[str, Any]]:
         raise TrafficError(f"traffic.data: expected {split.file} in {folder}, found none")
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        rows = [json.loads(line) for line in raw.decode().split("\n") if line.strip()]
-        return [{field: row[field] for field in split.fields} for row in rows]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise TrafficError(f"traffic.data: expected JSON lines in {path}, found {error!r}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        expected = "a complete gzip file" if path.suffix == ".gz" else "a readable file"
+        raise TrafficError(f"traffic.data: {path}: expected {expected}, found {type(error).__name__}") from None
+    lines = enumerate(raw.split(b"\n"), 1)
+    return [_row(line, split.fields, f"{path}: line {number}") for number, line in lines if line.strip()]
+
+
+def _row(line: bytes, fields: tuple[str, ...], where: str) -> dict[str, Any]:
+    """One JSON line. Errors say where and what was expected, never the content: it may be long, or not text."""
+    expected = "UTF-8"
+    try:
+        text = line.decode()
+        expected = "JSON"
+        row = json.loads(text)
+        expected = f"an object with the texts {', '.join(fields)}"
+        found = {field: row[field] for field in fields}
+        "".join(found.values()).encode()  # JSON can escape half a surrogate pair, which is no text
+        return found
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise TrafficError(f"traffic.data: {where}: expected {expected}") from None
 
 
 def _from_hub(split: Split) -> list[dict[str, Any]]:
@@ -298,3 +315,4 @@ _LOADERS: dict[str, Callable[[_Options], Traffic]] = {
     "humaneval": _humaneval,
 }
 NAMES = tuple(_LOADERS)
+READS_DATA = ("gsm8k", "humaneval")  # what traffic.data means something to

@@ -78,6 +78,12 @@ def test_published_policies():
         ("task.unknown=1", ["task", "unknown"]),
         ("engine.request_timeout_s=0", ["engine.request_timeout_s", "found 0"]),
         ("traffic.max_new_tokens=0", ["traffic.max_new_tokens", "found 0"]),
+        *((f"{group}.name=qwen3-14b", [f"{group}.name", f"expected {group}="]) for group in GROUPS),
+        ("++model.name=qwen3-14b", ["model.name", "expected model="]),
+        ("~model.name", ["model.name", "expected model="]),
+        ("++model.policies.asd.name=strict", ["model.policies.asd", "'name'"]),
+        ("data=/tmp", ["data", "gsm8k or humaneval", "traffic=generated"]),
+        ("traffic.data=/tmp", ["data", "gsm8k or humaneval", "traffic=generated"]),
         ("launch=attach", ["url", "launch=attach"]),
         ("url=http://127.0.0.1:1", ["url", "launch=attach"]),
         ("limit", ["NAME=VALUE"]),
@@ -96,7 +102,7 @@ def test_a_wrong_value_is_one_line(override, words):
 @pytest.mark.parametrize("path", ["/data/a b/c=d", "../x", "it's/here", "a,b", "{x}", "tail\\"])
 def test_paths_are_taken_verbatim(path):
     assert load([f"out={path}"]).out == path
-    assert load([f"data={path}"]).data == path
+    assert load(["traffic=gsm8k", f"data={path}"]).data == path
 
 
 def test_a_frozen_calibration_replaces_a_calibrated_policy_only(tmp_path):
@@ -115,6 +121,34 @@ def test_a_frozen_calibration_replaces_a_calibrated_policy_only(tmp_path):
 
     config = load([own, "policy=asd-stable"])
     assert (config.policy.budget, config.policy_source) == (8.0, "recipe")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy=asd-b0", "policy.budget=4"],
+        ["policy=strict", "policy.rule=asd", "policy.budget=4"],
+        ["policy=chain", "policy.rule=block"],
+        ["policy=asd-b0", "++model.policies.asd-b0.budget=4"],
+    ],
+)
+def test_no_policy_takes_the_name_of_a_fixed_arm(overrides):
+    with pytest.raises(ConfigError, match=f"^policy: {overrides[0][7:]} is an arm of its own, expected .*, found .*$"):
+        load(overrides)
+
+
+def test_a_fixed_arm_as_the_policy_is_itself():
+    assert load(["policy=asd-b0"]).policy.policy.is_strict
+    assert load(["policy=chain", "policy.temperature=0.7"]).policy.temperature == 0.7
+
+
+def test_a_calibration_that_is_not_text_is_not_quoted(tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_bytes(b'{"policy": "\xff' + b"secret" * 1000)
+    with pytest.raises(ConfigError, match=r"calibration\.json: expected a JSON object") as caught:
+        load([f"model.calibration={path}"])
+    assert "secret" not in str(caught.value)
+    assert len(str(caught.value)) < 200
 
 
 def test_a_broken_calibration_is_an_error(tmp_path):

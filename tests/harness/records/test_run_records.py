@@ -10,7 +10,7 @@ from harness.records import Row, Run
 from harness.records.provenance import code, environment
 from harness.records.read import read, read_all
 from harness.records.run import plan_digest, read_rows, sha256
-from harness.records.schema import Arm, Identity, Verdict
+from harness.records.schema import Arm, Identity, Verdict, digest
 
 
 def identity() -> Identity:
@@ -134,6 +134,38 @@ def test_other_rows_are_noticed(run):
     assert any("requests.parquet" in problem for problem in read(run.folder).problems)
     path.unlink()
     assert any("requests.parquet" in problem for problem in read(run.folder).problems)
+
+
+def test_the_log_is_part_of_the_record(run):
+    run.log.write_text("ready\n")
+    complete(run)
+    assert run.record.engine_log_sha256 == sha256(run.log)
+    assert read(run.folder).problems == []
+    run.log.write_text("ready, honestly\n")
+    assert any("engine.log: expected" in problem for problem in read(run.folder).problems)
+    run.log.unlink()
+    assert any("engine.log: expected" in problem for problem in read(run.folder).problems)
+
+
+def test_a_record_from_before_the_log_was_kept_still_reads(run):
+    complete(run)
+    path = run.folder / "record.json"
+    record = msgspec.to_builtins(run.record)
+    assert record.pop("engine_log_sha256") is None
+    record["arms"]["strict"]["temperature"] = 0.0
+    record["seal"] = digest(record | {"seal": None})  # what such a record was sealed with
+    path.write_text(json.dumps(record))
+    (run.folder / "engine.log").write_text("kept, not sealed\n")
+    assert read(run.folder).problems == []
+
+
+def test_a_record_that_is_not_text_is_unsound(run):
+    complete(run)
+    path = run.folder / "record.json"
+    path.write_bytes(path.read_bytes().replace(b'"bench"', b'"b\xff"'))
+    (problem,) = read(run.folder).problems
+    assert "record.json" in problem
+    assert "\n" not in problem
 
 
 def test_rows_of_another_shape_are_unsound(run):

@@ -1,5 +1,7 @@
 """Whole runs against the fake engine: verdicts and exit statuses, refusals, and what is kept."""
 
+import re
+
 import pytest
 
 from harness.records.read import read_all
@@ -74,6 +76,13 @@ def test_sampled_policies_have_chain_as_their_baseline(harness, tmp_path):
         ("lenient", 1, "strict: relaxed: expected 0"),
         ("overcount", 1, "blocks: the answers say"),
         ("fallback", 1, "served by another rule (sampled request: 6)"),
+        ("silent", 1, "answers relaxed drafts and equal strict's"),
+        ("unasked", 1, "answers differ from strict's and relaxed nothing"),
+        ("greedy", 1, "relaxed: expected 0 to"),
+        ("overspent", 1, "spent: expected 0 to"),
+        ("uncharged", 1, "regret_charged: the answers say"),
+        ("wide", 1, "histogram: expected at most 7 accepted drafts in a step"),
+        ("clock", 1, "that the client waited, found 1000"),
         ("frozen", 2, "the policy never ran"),
         ("drafts", 2, "no drafts were verified"),
         ("inert", 2, "asd: no mismatch was relaxed"),
@@ -100,6 +109,9 @@ def test_a_verdict_that_is_no_pass(harness, tmp_path, fault, status, words):
         ("http", 3, 0, "no memory left"),  # the warm-up fails
         ("usage", 12, 5, "5 requests failed in a row, the last one with count"),
         ("garbled", 12, 5, "5 requests failed in a row, the last one with garbled"),
+        ("stray-id", 12, 5, "output_ids: expected ids up to 257 (vocabulary), found 100000"),
+        ("huge-id", 12, 5, "output_ids[0]: expected an integer from 0 to"),
+        ("late", 12, 5, "e2e_latency: expected a finite number >= 0, found 'soon'"),
         ("die", 12, 5, "exited with status -9"),
     ],
 )
@@ -119,11 +131,39 @@ def test_a_run_that_fails_keeps_what_it_has_and_is_no_result(harness, tmp_path, 
     assert len(run.rows) - len(answered) == kept
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("swap", "the server changed under the run"),
+        ("swap-draft", "the server changed under the run"),
+        ("text-counter", "counters.strict.blocks: expected an integer"),
+    ],
+)
+def test_a_server_that_changes_ends_the_run(harness, tmp_path, fault, words):
+    status, out, err = harness(fault=fault, after=12)
+    assert status == 2
+    assert words in err
+    assert "verdict" not in out
+    assert only(tmp_path).record.status == "failed"
+
+
+def test_one_item_gives_no_interval(harness, tmp_path):
+    status, out, _ = harness("limit=1")
+    assert status == 2
+    assert "asd-b0: tokens/s: expected an interval around the change, found none on 1 items" in out
+    assert only(tmp_path).record.verdict.outcome == "inconclusive"
+
+
+def test_few_items_give_an_interval(harness):
+    status, _, err = harness("limit=4")
+    assert status == 0, err
+
+
 def test_one_failed_request_is_shown_and_excluded(harness, tmp_path):
     status, out, _ = harness(fault="flaky", after=12)
     run = only(tmp_path)
     assert status == 2
-    assert "(1 http)" in out
+    assert re.search(r"left out .*\b1 http\b", out)
     failed = [row for row in run.rows if row.error]
     assert [row.error for row in failed] == ["http"]
     assert failed[0].outcome is None
@@ -159,6 +199,37 @@ def test_attach_measures_a_server_and_leaves_it(harness, server, tmp_path):
     records = [run.record for run in read_all(tmp_path / "results")]
     assert [record.launch["attached"] for record in records] == [True, True]
     assert records[0].server["adapter"]["nonce"] is None
+    assert records[0].identity.target["sha256"]  # the server's path is this machine's folder
+
+
+def test_attach_to_another_adapter_is_asked_for_and_marked(harness, server, tmp_path):
+    url = server("files")
+    status, _, err = harness("launch=attach", f"url={url}")
+    assert status == 2
+    assert "adapter file adapters/policy.py differs from this checkout's (launch.foreign_adapter=true" in err
+    status, _, err = harness("launch=attach", f"url={url}", "launch.foreign_adapter=true")
+    assert status == 0, err
+    run = read_all(tmp_path / "results")[-1]
+    assert run.problems == []
+    assert run.record.launch["foreign_adapter"] == ["adapters/policy.py"]
+    assert "adapter differs from this checkout" in (tmp_path / "results" / "README.md").read_text()
+
+
+def test_a_launched_engine_with_another_adapter_is_refused_all_the_same(harness):
+    status, _, err = harness("launch.foreign_adapter=true", fault="files")
+    assert status == 2
+    assert "adapters/policy.py differs" in err
+
+
+def test_attach_records_what_the_server_says(harness, server, tmp_path):
+    """A folder of the same name that is not this machine's folder: its content is not known here."""
+    other = tmp_path / "elsewhere" / "target"
+    status, _, err = harness("launch=attach", f"url={server(model=str(other))}")
+    assert status == 0, err
+    run = only(tmp_path)
+    assert run.problems == []
+    assert run.record.identity.target == {"path": "target", "revision": None, "sha256": None, "reported": str(other)}
+    assert run.record.identity.draft["sha256"]
 
 
 def test_attach_to_nobody_is_one_line(harness, tmp_path):
@@ -191,6 +262,10 @@ def test_a_defect_is_no_verdict(harness, monkeypatch):
         (["launch=docker", "image=mia-tp4", "engine=reference"], "engine: image mia-tp4 has sglang"),
         (["traffic=gsm8k", "data=/nonexistent"], "expected test.jsonl in /nonexistent"),
         (["limit=100000"], "traffic.limit: expected 1 to"),
+        (["data=/tmp"], "data: belongs to traffic=gsm8k or humaneval"),
+        (["policy=asd-b0", "policy.budget=4", "policy.name=strict"], "policy.name: a member keeps its name"),
+        (["policy=asd-b0", "policy.budget=4"], "policy: asd-b0 is an arm of its own"),
+        (["model.name=qwen3-14b"], "model.name: a member keeps its name"),
         (["model.target=/nonexistent"], "missing the target /nonexistent"),
         (["engine.requires=[no_such_package]"], "missing the Python package no_such_package"),
     ],
@@ -201,6 +276,19 @@ def test_what_cannot_run_is_one_line_and_leaves_no_record(harness, tmp_path, ove
     assert words in err
     assert len(err.strip().splitlines()) == 1
     assert read_all(tmp_path / "results") == []
+
+
+@pytest.mark.parametrize("task", ["bench", "gate", "calibrate", "tables"])
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nobody/writes/here", "taken"])
+def test_an_output_folder_that_takes_no_files_is_refused_first(harness, tmp_path, monkeypatch, task, out):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "runs").touch()
+    monkeypatch.setattr("harness.launch.process.launch", None)
+    path = tmp_path / out  # an absolute one stays itself
+    status, printed, err = harness(f"task={task}", f"out={path}")
+    assert (status, printed) == (2, "")
+    assert re.fullmatch(rf"specaccept: out: expected a folder that can be written, found {path}: [\w ]+\n", err)
 
 
 def test_help_lists_every_task_and_member(harness):

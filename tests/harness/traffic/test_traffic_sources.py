@@ -141,8 +141,14 @@ def test_unresolvable_hub_is_read_from_the_cache_alone(monkeypatch):
         (lambda text: text.replace("600: how many", "600: how much", 1), "content"),
         (lambda text: "\n".join(text.split("\n")[1:]), "expected 40 rows of openai/gsm8k test, found 39"),
         (lambda text: "\n".join(reversed(text.strip().split("\n"))), "content"),
-        (lambda text: text[: len(text) // 2 + 9], "JSON lines"),
-        (lambda text: text.replace('"question"', '"q"', 1), "JSON lines.*question"),
+        (lambda text: text[: len(text) // 2 + 9], r"test.jsonl: line 2\d: expected JSON$"),
+        (
+            lambda text: text.replace('"question"', '"q"', 1),
+            "line 1: expected an object with the texts question, answer$",
+        ),
+        (lambda text: "\n5\n" + text, "line 2: expected an object"),
+        (lambda text: text.replace("601:", "\\ud800", 1), "line 2: expected an object with the texts"),
+        (lambda text: "[" * 100_000 + "\n" + text, "line 1: expected JSON$"),
     ],
 )
 def test_other_rows_than_the_pinned_ones_are_refused(gsm8k, damage, message):
@@ -150,6 +156,24 @@ def test_other_rows_than_the_pinned_ones_are_refused(gsm8k, damage, message):
     path.write_text(damage(path.read_text()))
     with pytest.raises(TrafficError, match=message):
         load({"name": "gsm8k", "data": gsm8k.folder})
+
+
+def test_a_file_that_is_not_text_is_named_and_never_quoted(gsm8k):
+    path = Path(gsm8k.folder) / "test.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    lines[6] = b'{"question": "\xff' + b"secret" * 10_000
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(TrafficError) as caught:
+        load({"name": "gsm8k", "data": gsm8k.folder})
+    assert str(caught.value) == f"traffic.data: {path}: line 7: expected UTF-8"
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: b"PK" + raw, lambda raw: raw[:20] + bytes(99)])
+def test_a_damaged_archive_is_named(tmp_path, damage):
+    path = tmp_path / "HumanEval.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(b'{"task_id": "x"}\n' * 99)))
+    with pytest.raises(TrafficError, match=r"HumanEval\.jsonl\.gz: expected a complete gzip file, found [A-Za-z]+$"):
+        load({"name": "humaneval", "data": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
@@ -193,7 +217,7 @@ def test_humaneval_from_a_compressed_file(tmp_path, monkeypatch):
     assert item.reference["tests"][0].endswith(f"\ncheck({item.reference['entry_point']})")
     assert item.reference["prelude"] in item.messages[0]["content"]
     (tmp_path / "HumanEval.jsonl.gz").write_bytes(b"\x1f\x8b broken")
-    with pytest.raises(TrafficError, match="JSON lines"):
+    with pytest.raises(TrafficError, match="a complete gzip file"):
         load({"name": "humaneval", "data": str(tmp_path)})
 
 

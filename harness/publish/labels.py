@@ -1,0 +1,170 @@
+"""What a record is called, and which other records answer the same question. Pure functions of record and recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import PurePosixPath
+from typing import Any
+
+from harness.config import Config, choices, member, plain
+from harness.records import Record
+from harness.records.schema import digest
+
+MODEL_FIELDS = ("target", "draft", "revision", "draft_revision", "dtype", "block_size")
+# How long one waits for an engine, and where a server listens, change no number.
+NOT_MEASURED = ("ready_timeout_s", "request_timeout_s", "stop_timeout_s", "port", "publish", "hub_cache", "offline")
+SETTLED = ("name", "data", "limit", "seed")  # of traffic: the command line's, said in words of their own
+
+
+def key(record: Record) -> tuple[str, ...]:
+    """What a row stands for: two runs of one key answer the same question. The last part is all that is measured."""
+    seen = [record.identity.engine, record.identity.image_digest, (record.server or {}).get("max_running_requests")]
+    return (*asked(record), digest(seen))
+
+
+def asked(record: Record) -> tuple[str, ...]:
+    """The part of `key` that is known before an engine answers."""
+    config, identity, workload = record.identity.config, record.identity, record.workload
+    names = (record.task, model(record), config["engine"]["name"], config["traffic"]["name"])
+    measured = {
+        "target": _content(identity.target),
+        "draft": _content(identity.draft),
+        "model": {name: config["model"].get(name) for name in ("dtype", "block_size")},
+        "engine": _kept(config["engine"]),
+        "launch": _kept(config["launch"]),
+        "image": _kept(config.get("image", {})),
+        "task": config.get("task"),
+        "traffic": {name: value for name, value in config["traffic"].items() if name != "data"},
+        "data": identity.data.get("content_sha256"),
+        "items": workload["items"],
+        "concurrency": [workload.get("concurrency"), workload.get("order")],
+        "seed": config.get("seed"),
+        "arms": {name: [arm.policy, arm.temperature] for name, arm in record.arms.items()},
+        "machine": [record.environment.get("cpu"), record.environment.get("cores"), record.environment.get("gpus")],
+    }
+    return (*names, digest(measured))
+
+
+def _kept(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in NOT_MEASURED}
+
+
+def _content(found: Mapping[str, Any]) -> str | None:
+    return found.get("revision") or found.get("sha256")
+
+
+def model(record: Record) -> str:
+    """The recipe's name where target and draft are the recipe's, else what the target is: never another's name."""
+    config, identity = record.identity.config["model"], record.identity
+    if is_recipe(record):
+        return config["name"]
+    revision = f", {(_content(identity.target) or 'unknown')[:12]}"
+    target, draft = (PurePosixPath(found["path"]).name for found in (identity.target, identity.draft))
+    return f"custom: {target} ({draft}{revision})"
+
+
+def is_recipe(record: Record) -> bool:
+    config = record.identity.config["model"]
+    if config["name"] not in choices("model"):
+        return False
+    recipe = member("model", config["name"])
+    same = all(getattr(recipe, name) == config[name] for name in MODEL_FIELDS)
+    # A folder may have the path of a hub id: it has no commit, and is not what the recipe means.
+    ours = recipe.target.startswith("recipes/")
+    return same and (ours or record.identity.target.get("revision") is not None)
+
+
+def title(record: Record) -> str:
+    """Model, engine, traffic and whatever makes this run another one than its recipes ask for."""
+    config = record.identity.config
+    launched = record.launch or {}
+    replicas = f", {launched['replicas']} replicas" if launched.get("replicas", 1) > 1 else ""
+    where = " (attached server)" if launched.get("attached") else ""
+    where = f" (docker{replicas})" if launched.get("kind") == "docker" else where
+    more = "".join(f", {name}" for name in unusual(record))
+    return f"{model(record)} on {config['engine']['name']}{where}, {traffic(record)}{more}"
+
+
+def traffic(record: Record) -> str:
+    """`gsm8k, 200 of 1,319 items`."""
+    count = len(record.workload["items"])
+    total = (record.identity.data.get("rows") or {}).get("test", count)
+    of = f" of {total:,}" if count < total and record.task != "calibrate" else ""
+    return f"{record.identity.config['traffic']['name']}, {count:,}{of} items"
+
+
+def unusual(record: Record) -> list[str]:
+    """What a reader must know before any number: the cap, the seed, the temperature."""
+    config = record.identity.config
+    cap, seed = config["traffic"].get("max_new_tokens"), config.get("seed")
+    temperatures = sorted({arm.temperature for arm in record.arms.values()} - {0.0})
+    return [
+        *([f"at most {cap} tokens"] if cap else []),
+        *([f"seed {seed}"] if seed != Config().seed else []),
+        *(f"temperature {value:g}" for value in temperatures),
+    ]
+
+
+def workload(record: Record) -> str:
+    """Everything that decides what is asked, and every field that is not the recipe's."""
+    config, data = record.identity.config, record.identity.data
+    cap = config["traffic"].get("max_new_tokens")
+    temperatures = sorted({arm.temperature for arm in record.arms.values()})
+    facts = [
+        f"seed {config.get('seed')}",
+        f"at most {cap} tokens" if cap else "the traffic's own token cap",
+        f"temperature {', '.join(f'{value:g}' for value in temperatures)}",
+        f"concurrency {record.workload.get('concurrency', 'unknown')} ({record.workload.get('order', 'unknown')})",
+        f"dtype {config['model']['dtype']}",
+    ]
+    if "suffix" in data:
+        facts.append(f'suffix "{data["suffix"]}"')
+    changed = changes(record)
+    return ", ".join(facts) + ". " + (f"Other than the recipes: {', '.join(changed)}" if changed else "As the recipes")
+
+
+def changes(record: Record) -> list[str]:
+    """`group.field=value` for what a run was asked for beyond its recipes, as the recipes are now."""
+    found = []
+    for group in ("model", "engine", "traffic"):
+        config = record.identity.config[group]
+        skip = SETTLED if group == "traffic" else ("name", "policies", "engines", "calibration", "requires")
+        usual = plain(asdict(member(group, config["name"]))) if config["name"] in choices(group) else None
+        if usual is None:
+            found.append(f"{group}={config['name']} (no longer a recipe)")
+            continue
+        found += [
+            f"{group}.{name}={_short(value)}"
+            for name, value in config.items()
+            if name in usual and name not in skip and usual[name] != value
+        ]
+    return found
+
+
+def _short(value: Any) -> str:
+    """Of a path the last part: where it lay says nothing."""
+    text = str(value)
+    return PurePosixPath(text).name if text.startswith("/") else text
+
+
+def models(record: Record) -> str:
+    parts = [("target", record.identity.target), ("draft", record.identity.draft)]
+    return ", ".join(f"{name} {found['path']} {(_content(found) or 'unknown')[:12]}" for name, found in parts)
+
+
+def machine(record: Record) -> str:
+    found = record.environment
+    names = [gpu["name"] for gpu in found["gpus"]]
+    counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return f"{found['cpu']}, {found['cores']} cores" + (f", {counted}" if counted else ", no GPU")
+
+
+def code(record: Record) -> str:
+    commit, dirty = record.identity.code["commit"], record.identity.code["dirty"]
+    text = f"commit {commit[:12]}" if commit else f"content {record.identity.code['sha256'][:12]}"
+    return text + (" with changes" if dirty else "")
+
+
+def link(record: Record) -> str:
+    return f"[{record.id}](runs/{record.id}/record.json)"
