@@ -18,8 +18,9 @@ from typing import Any
 
 from adapters.lightllm import exchange
 from adapters.policy import GREEDY_RULES, Policy
+from harness.engines import fields
 from harness.engines.base import EngineError, Generation, Request, Server, Snapshot
-from harness.engines.native import SNAPSHOT_SCHEMA, NativeClient
+from harness.engines.native import SNAPSHOT_SCHEMA, NativeClient, typed
 
 RECORD_TIMEOUT_S = 5.0
 FINISHED = ("stop", "length")
@@ -62,14 +63,18 @@ class LightLLMClient(NativeClient):
             raise EngineError("garbled", f"/get_server_info: expected an object, found {type(info).__name__}")
         snapshot = self._snapshot()
         drafts = info.get("mtp_draft_model_dir") or [None]
-        return Server(
-            version=str(snapshot.raw["engine"]["version"]),
-            target=str(info.get("model_dir")),
-            draft=drafts[0] if isinstance(drafts, list) else str(drafts),
-            max_running_requests=info.get("running_max_req_size"),
-            snapshot=snapshot,
-            info=info,
-        )
+        draft = drafts[0] if isinstance(drafts, list) else drafts
+        try:
+            return Server(
+                version=fields.text(snapshot.raw["engine"].get("version"), "specaccept.engine.version"),
+                target=fields.text(info.get("model_dir"), "model_dir"),
+                draft=None if draft is None else fields.text(draft, "mtp_draft_model_dir"),
+                max_running_requests=info.get("running_max_req_size"),
+                snapshot=snapshot,
+                info=info,
+            )
+        except ValueError as error:
+            raise EngineError("garbled", f"/get_server_info: {error}") from None
 
     def flush(self) -> None:
         """Nothing to do without a prompt cache. LightLLM cannot drop one, so a server that has one is refused."""
@@ -97,7 +102,7 @@ class LightLLMClient(NativeClient):
             raise EngineError("identity", f"{error} (not armed?)") from None
         if raw.get("schema") != SNAPSHOT_SCHEMA:
             raise EngineError("identity", f"specaccept.schema: expected {SNAPSHOT_SCHEMA}, found {raw.get('schema')!r}")
-        return Snapshot(raw)
+        return typed(raw, "the adapter's snapshot")
 
 
 def body(request: Request, tag: int) -> dict[str, Any]:
@@ -117,32 +122,41 @@ def body(request: Request, tag: int) -> dict[str, Any]:
     return {"inputs": list(request.input_ids), "parameters": parameters}
 
 
+def recorded(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of an answer that the adapter's record tells."""
+    regret = fields.number(record["regret_charged"], "regret_charged")
+    return {
+        "steps": fields.count(record["blocks"], "blocks"),
+        "proposed": fields.count(record["drafts_verified"], "drafts_verified"),
+        "accepted": fields.count(record["accepted"], "accepted"),
+        "histogram": fields.counts(record["histogram"], "histogram"),
+        "policy_key": fields.text(record["policy"], "policy"),
+        "relaxed": fields.count(record["relaxed"], "relaxed"),
+        "regret": regret,
+        "spent": regret,
+        "exhausted": fields.count(record["budget_exhausted"], "budget_exhausted"),
+    }
+
+
 def generation(answer: Any, record: dict[str, Any], request: Request, started: float, wall: float) -> Generation:
     """The answer and the adapter's record of it, checked against each other."""
     try:
         tokens = answer["tokens"]
-        ids = [int(token["id"]) for token in tokens]
-        finish = str(answer["finish_reason"])
-        usage, seen = int(answer["count_output_tokens"]), int(answer["prompt_tokens"])
+        ids = fields.ids([token["id"] for token in tokens], "tokens.id")
+        finish = fields.text(answer["finish_reason"], "finish_reason")
+        usage = fields.count(answer["count_output_tokens"], "count_output_tokens")
+        seen = fields.count(answer["prompt_tokens"], "prompt_tokens")
         made = Generation(
             output_ids=ids,
             finish=finish,
             prompt_tokens=seen,
-            cached_tokens=int(tokens[-1].get("prompt_cache_len") or 0) if tokens else 0,
-            steps=int(record["blocks"]),
-            proposed=int(record["drafts_verified"]),
-            accepted=int(record["accepted"]),
-            histogram=[int(count) for count in record["histogram"]],
-            policy_key=str(record["policy"]),
-            relaxed=int(record["relaxed"]),
-            regret=float(record["regret_charged"]),
-            spent=float(record["regret_charged"]),
-            exhausted=int(record["budget_exhausted"]),
+            cached_tokens=fields.count(tokens[-1].get("prompt_cache_len") or 0, "prompt_cache_len") if tokens else 0,
             started_s=started,
             wall_s=wall,
+            **recorded(record),
         )
-        committed = int(record["committed_tokens"])
-    except (KeyError, TypeError, ValueError) as error:
+        committed = fields.count(record["committed_tokens"], "committed_tokens")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EngineError("garbled", f"/generate {request.rid}: {type(error).__name__}: {error}") from None
     if finish not in FINISHED:
         raise EngineError("aborted", f"/generate {request.rid}: finish reason {finish!r}")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 
 from adapters.policy import CUSTOM_PARAM
+from harness.engines import fields
 from harness.engines.base import EngineError, Generation, Request, Server, Snapshot
 
 SNAPSHOT_SCHEMA = 1
@@ -52,14 +53,18 @@ class NativeClient:
         info = self._get("/server_info")
         if not isinstance(info, dict):
             raise EngineError("garbled", f"/server_info: expected an object, found {type(info).__name__}")
-        return Server(
-            version=str(info.get("version")),
-            target=str(info.get("model_path")),
-            draft=info.get("speculative_draft_model_path"),
-            max_running_requests=info.get("max_running_requests"),
-            snapshot=_snapshot(info),
-            info=info,
-        )
+        snapshot = _snapshot(info)
+        try:
+            return Server(
+                version=fields.text(info.get("version"), "version"),
+                target=fields.text(info.get("model_path"), "model_path"),
+                draft=_optional(fields.text, info, "speculative_draft_model_path"),
+                max_running_requests=_optional(fields.count, info, "max_running_requests"),
+                snapshot=snapshot,
+                info=info,
+            )
+        except ValueError as error:
+            raise EngineError("garbled", f"/server_info: {error}") from None
 
     def healthy(self) -> bool:
         try:
@@ -97,7 +102,7 @@ class NativeClient:
             return None
         try:
             return json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             found = bytes(content[:80])
             raise EngineError("garbled", f"{path}: expected JSON, found {found!r} ({error})") from None
 
@@ -122,37 +127,53 @@ def _body(requests: Sequence[Request]) -> list[dict[str, Any]]:
 def _generation(body: Any, request: Request, started: float, wall: float) -> Generation:
     """The answer, checked: a missing field or an id count that differs from the usage is an error."""
     try:
-        meta = body["meta_info"]
-        ids = [int(token) for token in body["output_ids"]]
-        finish = meta["finish_reason"]
-        policy = meta.get("specaccept") or {}
-        rejections = policy.get("first_rejections")
+        meta = fields.mapping(body["meta_info"], "meta_info")
+        finish = fields.mapping(meta["finish_reason"], "finish_reason")
+        policy = fields.mapping(meta.get("specaccept") or {}, "specaccept")
         generation = Generation(
-            output_ids=ids,
-            finish=finish["type"],
-            prompt_tokens=int(meta["prompt_tokens"]),
-            cached_tokens=int(meta.get("cached_tokens") or 0),
-            steps=int(meta.get("spec_verify_ct") or 0),
-            proposed=int(meta.get("spec_num_proposed_drafts") or 0),
-            accepted=int(meta.get("spec_num_correct_drafts") or 0),
-            histogram=[int(count) for count in meta.get("spec_correct_drafts_histogram") or []],
-            policy_key=policy.get("policy"),
-            relaxed=int(policy.get("relaxed") or 0),
-            regret=float(policy.get("regret") or 0.0),
-            spent=float(policy.get("spent") or 0.0),
-            exhausted=int(policy.get("budget_exhausted") or 0),
+            output_ids=fields.ids(body["output_ids"], "output_ids"),
+            finish=fields.text(finish["type"], "finish_reason.type"),
+            prompt_tokens=fields.count(meta["prompt_tokens"], "prompt_tokens"),
             started_s=started,
             wall_s=wall,
-            server_s=meta.get("e2e_latency"),
-            first_rejections=None if rejections is None else [(float(r), int(i), int(n)) for r, i, n in rejections],
+            server_s=_optional(fields.number, meta, "e2e_latency"),
+            **_speculation(meta),
+            **_charged(policy),
         )
-        usage = int(meta["completion_tokens"])
+        usage = fields.count(meta["completion_tokens"], "completion_tokens")
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError("garbled", f"/generate {request.rid}: {type(error).__name__}: {error}") from None
     if generation.finish not in ("stop", "length"):
         raise EngineError("aborted", f"/generate {request.rid}: finish reason {finish}")
     _account(request, generation, usage)
     return generation
+
+
+def _optional(read: Callable[[Any, str], Any], owner: dict[str, Any], name: str, default: Any = None) -> Any:
+    """A field that an engine leaves out where it has nothing to say."""
+    value = owner.get(name)
+    return default if value is None else read(value, name)
+
+
+def _speculation(meta: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "cached_tokens": _optional(fields.count, meta, "cached_tokens", 0),
+        "steps": _optional(fields.count, meta, "spec_verify_ct", 0),
+        "proposed": _optional(fields.count, meta, "spec_num_proposed_drafts", 0),
+        "accepted": _optional(fields.count, meta, "spec_num_correct_drafts", 0),
+        "histogram": _optional(fields.counts, meta, "spec_correct_drafts_histogram", []),
+    }
+
+
+def _charged(policy: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "policy_key": _optional(fields.text, policy, "policy"),
+        "relaxed": _optional(fields.count, policy, "relaxed", 0),
+        "regret": _optional(fields.number, policy, "regret", 0.0),
+        "spent": _optional(fields.number, policy, "spent", 0.0),
+        "exhausted": _optional(fields.count, policy, "budget_exhausted", 0),
+        "first_rejections": _optional(fields.rejections, policy, "first_rejections"),
+    }
 
 
 def _account(request: Request, generation: Generation, usage: int) -> None:
@@ -173,7 +194,8 @@ def _snapshot(info: dict[str, Any]) -> Snapshot:
     """The adapter's snapshot. Without one the engine runs an acceptance of its own: nothing to measure."""
     found = info.get("specaccept")
     if found is None:
-        for state in info.get("internal_states") or []:
+        states = info.get("internal_states")
+        for state in states if isinstance(states, list) else []:
             record = state.get("dspark_info_record") if isinstance(state, dict) else None
             for place in (state, record):
                 if isinstance(place, dict) and isinstance(place.get("specaccept"), dict):
@@ -182,4 +204,13 @@ def _snapshot(info: dict[str, Any]) -> Snapshot:
         raise EngineError("identity", "/server_info: expected a snapshot under specaccept, found none (not armed)")
     if found.get("schema") != SNAPSHOT_SCHEMA or not isinstance(found.get("counters"), dict):
         raise EngineError("identity", f"specaccept.schema: expected {SNAPSHOT_SCHEMA}, found {found.get('schema')!r}")
-    return Snapshot(found)
+    return typed(found, "/server_info")
+
+
+def typed(raw: dict[str, Any], where: str) -> Snapshot:
+    """A snapshot whose counters are numbers and whose hashes are text."""
+    try:
+        fields.snapshot(raw)
+    except ValueError as error:
+        raise EngineError("garbled", f"{where}: {error}") from None
+    return Snapshot(raw)

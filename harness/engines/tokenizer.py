@@ -34,13 +34,17 @@ class Tokenizer:
     """tokenizer.json and the chat template of a model folder.
 
     special: values of bos_token, eos_token, ... that a template may use.  stop_ids: what ends an answer, from
-    generation_config.json, else config.json, else the tokenizer's eos_token.
+    generation_config.json, else config.json, else the tokenizer's eos_token. vocabulary: ids are below it; the model's
+    may be padded beyond the tokenizer's.
     """
 
-    def __init__(self, fast: Fast, template: str, special: dict[str, str], stop_ids: list[int]) -> None:
+    def __init__(
+        self, fast: Fast, template: str, special: dict[str, str], stop_ids: list[int], vocabulary: int = 0
+    ) -> None:
         self.fast = fast
         self.special = special
         self.stop_ids = stop_ids
+        self.vocabulary = max(vocabulary, 1 + max(fast.get_vocab().values(), default=-1))
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _raise
@@ -61,13 +65,13 @@ class Tokenizer:
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = config.get(name)
             special[name] = token["content"] if isinstance(token, dict) else token
-        eos = _json(folder / "generation_config.json").get(
-            "eos_token_id", _json(folder / "config.json").get("eos_token_id")
-        )
+        model = _json(folder / "config.json")
+        size = model.get("vocab_size", (model.get("text_config") or {}).get("vocab_size"))
+        eos = _json(folder / "generation_config.json").get("eos_token_id", model.get("eos_token_id"))
         if eos is None and special["eos_token"]:
             eos = fast.token_to_id(special["eos_token"])
         stop_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        return cls(fast, template, {name: token for name, token in special.items() if token}, stop_ids)
+        return cls(fast, template, {name: token for name, token in special.items() if token}, stop_ids, size or 0)
 
     def apply_chat_template(
         self,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from adapters.policy import Policy
-from harness.config import Config
+from harness.config import Config, rooted
 from harness.engines import connect
-from harness.engines.base import EngineError
+from harness.engines.base import EngineError, Server
+from harness.engines.checkpoint import is_hub_id
 from harness.launch.base import TELEMETRY, LaunchError, RunningEngine
 from harness.launch.capability import unsupported
 from harness.launch.ready import check_adapter, probe
+
+CACHED = "models--"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def preflight(config: Config) -> None:
@@ -34,8 +41,7 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
         try:
             server = client.server()
             check_adapter(config, server.snapshot)
-            if not same_model(config.model.target, server.target):
-                raise EngineError("identity", f"model: expected {config.model.target!r}, found {server.target!r}")
+            check_model(config, server)
             probe(client, config, policy)
         except EngineError as error:
             raise LaunchError(f"{config.url}: {error}") from None
@@ -51,6 +57,45 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
         client.close()
 
 
+def check_model(config: Config, server: Server) -> None:
+    """Raises EngineError("identity") unless both halves of the pair are the expected ones, by what the server says."""
+    for name, expected, found in (
+        ("model", config.model.target, server.target),
+        ("draft", config.model.draft, server.draft),
+    ):
+        if found is None:
+            raise EngineError("identity", f"{name}: expected {expected!r}, found none: a policy has nothing to accept")
+        if not same_model(expected, found):
+            raise EngineError("identity", f"{name}: expected {expected!r}, found {found!r}")
+
+
 def same_model(expected: str, found: str) -> bool:
-    """Whether a server's path can be the expected model: another machine keeps it elsewhere, under the same name."""
-    return Path(expected).name.lower() in found.lower()
+    """Whether what a server names is the expected model: the same hub id, or a folder of the same name.
+
+    Another machine keeps a folder elsewhere; the hub's cache spells the id in its folder's name.
+    """
+    left, right = _plain(expected), _plain(found)
+    if left == right:
+        return True
+    if is_hub_id(expected) and (is_hub_id(found) or CACHED in found.lower()):
+        return False  # another owner's model of the same name is another model
+    return bool(right) and left.rpartition("/")[2] == right.rpartition("/")[2]
+
+
+def _plain(name: str) -> str:
+    """Case and slashes aside; `.../models--owner--name/snapshots/revision` as owner/name."""
+    path = name.lower().rstrip("/")
+    for part in path.split("/"):
+        if part.startswith(CACHED):
+            return part.removeprefix(CACHED).replace("--", "/")
+    return path
+
+
+def reported(model: dict[str, Any], expected: str, found: str, url: str) -> dict[str, Any]:
+    """The record's identity of a model: its content is known only where the server's path is this machine's folder."""
+    if not is_hub_id(expected) and Path(found).is_absolute() and urlsplit(url).hostname in LOOPBACK:
+        with contextlib.suppress(OSError):
+            if Path(found).samefile(rooted(expected)):
+                return model
+    path = Path(found).name if Path(found).is_absolute() else found
+    return model | {"path": path, "revision": None, "sha256": None, "reported": found}

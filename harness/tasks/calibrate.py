@@ -61,7 +61,7 @@ def run(config: Config) -> int:
 
 def _first_rejections(this: Session, arm: Plan, item: Any, order: int) -> list[tuple[float, int, int]]:
     request = this.request(arm, item, first_rejections=True)
-    answer = this.engine.client.generate(request)
+    answer = this.known(this.engine.client.generate(request))
     if answer.first_rejections is None:
         raise TaskError(f"calibrate: {this.config.engine.name} does not report regrets at first rejections")
     this.run.append(this.answered(this.blank(arm, item, order, request, answer.started_s), answer))

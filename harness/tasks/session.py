@@ -15,14 +15,16 @@ from typing import Any
 
 from adapters.telemetry import file_hashes
 from harness.config import Config
-from harness.engines.base import EngineError, Generation, Request, Snapshot
+from harness.engines.base import EngineError, Generation, Request, Server, Snapshot
 from harness.engines.checkpoint import CheckpointError, tokenizer
 from harness.engines.tokenizer import Tokenizer, TokenizerError
 from harness.interrupt import Interrupted
 from harness.launch import LaunchError, RunningEngine, launch, preflight
+from harness.launch.attach import reported
 from harness.launch.shards import lanes, merge
 from harness.records import Row, Run
 from harness.records.provenance import environment, identity
+from harness.records.run import plan_digest
 from harness.tasks.arms import COUNTED, Plan, moved
 from harness.tasks.errors import TaskError
 from harness.traffic import Item, Traffic, load
@@ -45,6 +47,7 @@ class Session:
     _engine: RunningEngine | None = None
     prompts: dict[str, list[int]] = field(default_factory=dict)
     failures: int = 0
+    _described: list[tuple[str, str, str | None]] = field(default_factory=list)
     origin_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -59,8 +62,9 @@ class Session:
         alone = "" if self.config.engine.per_request_policy else f" with {policy.key}"
         print(f"specaccept: {self.config.model.name} on {self.config.engine.name}{alone}: starting", file=sys.stderr)
         with launch(self.config, self.run.log, policy) as engine:
-            _observe(self.run, engine)
+            _observe(self.config, self.run, engine)
             self._engine = engine
+            self._described = [_described(engine.server)] if engine.nonce is None else []
             yield
         self._engine = None
 
@@ -103,7 +107,7 @@ class Session:
         started = time.monotonic()
         request = self.request(arm, item)
         try:
-            answer = lanes(self.engine.client)[replica].generate(request)
+            answer = self.known(lanes(self.engine.client)[replica].generate(request))
         except EngineError as error:
             return self._failed([self.blank(arm, item, order, request, started, replica)], error, started)[0]
         self.failures = 0
@@ -119,7 +123,7 @@ class Session:
             self.blank(arm, item, order, request, started, (order - first) % count) for order, (item, request) in pairs
         ]
         try:
-            answers = self.engine.client.generate_many(requests)
+            answers = [self.known(answer) for answer in self.engine.client.generate_many(requests)]
         except EngineError as error:
             return self._failed(rows, error, started)
         self.failures = 0
@@ -139,6 +143,13 @@ class Session:
             started_s=started - self.origin_s,
             replica=replica,
         )
+
+    def known(self, answer: Generation) -> Generation:
+        """Every id is one of this vocabulary: others have no text, and are no answer of this model."""
+        if (largest := max(answer.output_ids)) >= self.tokenizer.vocabulary:
+            limit = self.tokenizer.vocabulary - 1
+            raise EngineError("garbled", f"output_ids: expected ids up to {limit} (vocabulary), found {largest}")
+        return answer
 
     def answered(self, row: Row, answer: Generation) -> Row:
         ids = answer.output_ids
@@ -170,8 +181,14 @@ class Session:
         return rows
 
     def counters(self) -> list[dict[str, dict[str, Any]]]:
-        """Of each replica, by policy key; each must still be the adapter this run started with."""
-        return [self._snapshot(replica.server().snapshot).counters for replica in lanes(self.engine.client)]
+        """Of each replica, by policy key; each must still be the adapter and the server this run started with."""
+        servers = [replica.server() for replica in lanes(self.engine.client)]
+        described = [_described(server) for server in servers]
+        self._described = self._described or described
+        for expected, found in zip(self._described, described, strict=True):
+            if expected != found:
+                raise EngineError("identity", f"the server changed under the run: expected {expected}, found {found}")
+        return [self._snapshot(server.snapshot).counters for server in servers]
 
     def _snapshot(self, found: Snapshot) -> Snapshot:
         expected = self.engine.server.snapshot.identity
@@ -215,15 +232,39 @@ def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> I
         raise
 
 
-def _observe(run: Run, engine: RunningEngine) -> None:
+def _described(server: Server) -> tuple[str, str, str | None]:
+    return server.version, server.target, server.draft
+
+
+def _foreign(engine: RunningEngine) -> list[str]:
+    """The engine's adapter files that differ from this checkout's."""
+    own, theirs = file_hashes(), engine.server.snapshot.raw.get("files") or {}
+    return sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+
+
+def _check_files(engine: RunningEngine, allowed: bool) -> list[str]:
+    """Of a server that this run started they cannot differ; of another's only where that was asked for."""
+    foreign = _foreign(engine)
+    if foreign and not (allowed and engine.nonce is None):
+        allow = "" if engine.nonce is not None else " (launch.foreign_adapter=true measures it, marked)"
+        raise LaunchError(f"engine: identity: adapter file {foreign[0]} differs from this checkout's{allow}")
+    return foreign
+
+
+def _observe(config: Config, run: Run, engine: RunningEngine) -> None:
     server, snapshot = engine.server, engine.server.snapshot
-    if engine.nonce is not None and snapshot.raw.get("files") != (own := file_hashes()):
-        theirs = snapshot.raw.get("files") or {}
-        name = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))[0]
-        raise LaunchError(f"engine: identity: adapter file {name} differs from this checkout's")
+    foreign = _check_files(engine, config.launch.foreign_adapter)
     if run.record.launch is not None:
         return  # a further server of the same run
     run.record.launch = engine.how | {"attached": engine.nonce is None}
+    if foreign:
+        run.record.launch["foreign_adapter"] = foreign
+        print(f"specaccept: adapter differs from this checkout: {', '.join(foreign)}", file=sys.stderr)
+    if engine.nonce is None:
+        found = run.record.identity
+        found.target = reported(found.target, config.model.target, server.target, config.url or "")
+        found.draft = reported(found.draft, config.model.draft, server.draft or "", config.url or "")
+        found.plan = plan_digest(found)
     run.record.server = {
         "version": server.version,
         "target": server.target,
@@ -231,5 +272,5 @@ def _observe(run: Run, engine: RunningEngine) -> None:
         "max_running_requests": server.max_running_requests,
         "adapter": {name: value for name, value in snapshot.identity.items() if name != "files"},
     }
-    reported = {"adapter": snapshot.raw.get("adapter"), **(snapshot.raw.get("engine") or {})}
-    run.observe(snapshot.raw.get("files") or {}, reported, engine.how["image_digest"])
+    made_of = {"adapter": snapshot.raw.get("adapter"), **(snapshot.raw.get("engine") or {})}
+    run.observe(snapshot.raw.get("files") or {}, made_of, engine.how["image_digest"])

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from adapters.policy import Policy
 from harness import stats
 from harness.records.schema import Record, Row, Verdict
 from harness.tasks.arms import Problem, prove, prove_replicas
+from harness.tasks.limits import contradictions
 
 OUTCOMES = ("correct", "wrong", "unparsed", "truncated")
 MORE_LOOPS = 0.02  # share of items that may loop beyond the baseline's before a row is not publishable
@@ -92,12 +94,9 @@ def _histogram(rows: Sequence[Row]) -> list[int]:
 
 
 def _change(base: Sequence[Row], candidate: Sequence[Row], timed: bool) -> dict[str, Any]:
-    left = {row.item: row for row in base if row.error is None}
-    right = {row.item: row for row in candidate if row.error is None}
-    items = [item for item in left if item in right]
-    pairs = [(left[item], right[item]) for item in items]
-    tokens = [[len(row.output_ids) for row in side] for side in zip(*pairs, strict=True)] or [[], []]
-    walls = [[row.wall_s for row in side] for side in zip(*pairs, strict=True)] or [[], []]
+    left, right = _answered(base), _answered(candidate)
+    pairs = [(left[item], right[item]) for item in left if item in right]
+    tokens, walls = _columns(pairs)
     accuracy = stats.paired_accuracy(
         {row.item: row.outcome for row in base if row.outcome is not None or row.error},
         {row.item: row.outcome for row in candidate if row.outcome is not None or row.error},
@@ -106,14 +105,24 @@ def _change(base: Sequence[Row], candidate: Sequence[Row], timed: bool) -> dict[
         sum(stats.find_loop(row.output_ids) is not None for row in side) for side in (left.values(), right.values())
     ]
     return {
-        "items": len(items),
+        "items": len(pairs),
         "tps": stats.throughput_change(tokens[0], walls[0], tokens[1], walls[1]) if timed else None,
         "wall_per_item": stats.change(walls[0], walls[1]) if timed else None,
         "tokens_per_item": stats.change(tokens[0], tokens[1]),
         "accuracy": accuracy,
         "outputs_changed": sum(a.output_ids != b.output_ids for a, b in pairs),
-        "degenerate": loops[1] - loops[0] > max(1, MORE_LOOPS * len(items)),
+        "degenerate": loops[1] - loops[0] > max(1, MORE_LOOPS * len(pairs)),
     }
+
+
+def _answered(rows: Sequence[Row]) -> dict[str, Row]:
+    return {row.item: row for row in rows if row.error is None}
+
+
+def _columns(pairs: Sequence[tuple[Row, Row]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens and walls of both sides."""
+    sides = [[pair[side] for pair in pairs] for side in (0, 1)]
+    return [[len(row.output_ids) for row in side] for side in sides], [[row.wall_s for row in side] for side in sides]
 
 
 def identity(base: Sequence[Row], candidate: Sequence[Row], expected: int) -> dict[str, Any]:
@@ -160,7 +169,9 @@ def identity_problems(name: str, gate: Mapping[str, Any]) -> list[Problem]:
 def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]:
     """Gates and verdict of a bench or gate, from the rows and the counters."""
     arms = by_arm(record, rows)
-    problems = [problem for name, arm in record.arms.items() for problem in prove(name, arm, arms[name])]
+    size = record.identity.config["model"].get("block_size")
+    problems = [problem for name, arm in record.arms.items() for problem in prove(name, arm, arms[name], size)]
+    problems += _contradictions(record, arms)
     for name, shares in ((record.launch or {}).get("shards") or {}).items():
         problems += prove_replicas(name, shares, arms[name])
     gates: dict[str, Any] = {"armed": not problems}
@@ -170,7 +181,37 @@ def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]
     if "control" in arms:
         gates["control"] = _control(record, arms)
         problems += _control_problems(gates["control"])
+    if record.task == "bench":
+        problems += _unbounded(arms)
     return gates, decide(problems)
+
+
+def _contradictions(record: Record, arms: Mapping[str, list[Row]]) -> list[Problem]:
+    """Of every arm with a budget. Only one request at a time is the same arithmetic as long as nothing is relaxed."""
+    if "strict" not in arms:
+        return []
+    problems = []
+    for name, arm in record.arms.items():
+        policy = Policy.from_json(arm.policy)
+        if policy.rule == "asd" and not policy.is_strict:
+            texts = contradictions(name, arms["strict"], arms[name], alone=record.workload.get("concurrency") == 1)
+            problems += [Problem("fail", text) for text in texts]
+    return problems
+
+
+def _unbounded(arms: Mapping[str, list[Row]]) -> list[Problem]:
+    """A change without an interval is a number that says nothing: of one item, or of times that are none."""
+    names = list(arms)
+    problems = []
+    for name in names[1:]:
+        left, right = _answered(arms[names[0]]), _answered(arms[name])
+        pairs = [(left[item], right[item]) for item in left if item in right]
+        tokens, walls = _columns(pairs)
+        tps = stats.throughput_change(tokens[0], walls[0], tokens[1], walls[1])
+        if len(pairs) < 2 or not (math.isfinite(tps.low) and math.isfinite(tps.high)):
+            text = f"{name}: tokens/s: expected an interval around the change, found none on {len(pairs)} items"
+            problems.append(Problem("inconclusive", text))
+    return problems
 
 
 def _control(record: Record, arms: Mapping[str, list[Row]]) -> dict[str, Any]:
@@ -186,7 +227,7 @@ def _control(record: Record, arms: Mapping[str, list[Row]]) -> dict[str, Any]:
 
 
 def _control_problems(control: Mapping[str, Any]) -> list[Problem]:
-    if control["outputs_changed"] or control["relaxed"]:
+    if control["outputs_changed"]:
         return []
     text = f"control: {control['policy']} changed nothing on {control['items']} items: equal ids prove nothing"
     return [Problem("inconclusive", text)]

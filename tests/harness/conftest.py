@@ -90,9 +90,9 @@ def server(pair):
     """Start the fake engine with a fault, as a server of someone else: its URL."""
     started = []
 
-    def start(fault: str = "none", after: int = 0) -> str:
+    def start(fault: str = "none", after: int = 0, model: str = pair["target"]) -> str:
         argv = [sys.executable, "-m", "fake_engine", "--host", "127.0.0.1", "--port", "0"]
-        argv += ["--model-path", pair["target"], "--draft-path", pair["draft"]]
+        argv += ["--model-path", model, "--draft-path", pair["draft"]]
         environment = os.environ | {"PYTHONPATH": str(HERE), "FAKE_FAULT": fault, "FAKE_AFTER": str(after)}
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
         started.append(process)

@@ -13,9 +13,11 @@ import argparse
 import asyncio
 import hashlib
 import json
+import math
 import os
 import signal
 import socket
+from collections.abc import Callable
 
 import uvicorn
 from starlette.applications import Starlette
@@ -54,7 +56,41 @@ FAULTS = (
     "never-ready",  # /health is never green
     "stubborn",  # ignores SIGTERM, and so does its worker
     "restless",  # the same greedy request, other ids
+    "silent",  # a budget says that it relaxed, and changes no id
+    "unasked",  # a budget changes ids, and says that it relaxed nothing
+    "overspent",  # a request spends more than its budget
+    "greedy",  # more relaxed drafts than the policy allows
+    "uncharged",  # the counter of regret does not move
+    "uncommitted",  # the counter of committed tokens does not move
+    "overaccepted",  # the counters accept more drafts than the answers
+    "impossible",  # more ids than drafts and steps can make
+    "histogram",  # steps by accepted drafts do not add up
+    "wide",  # more drafts in a step than a block has
+    "clock",  # the server took longer than the client waited
+    "stray-id",  # an id outside the vocabulary
+    "negative-id",
+    "huge-id",
+    "real-id",  # 7.0
+    "nan",  # regret NaN
+    "late",  # e2e_latency as text
+    "text-count",  # a number of steps as text
+    "text-counter",  # a counter as text
+    "swap",  # another target in the middle
+    "swap-draft",
+    "no-draft",
+    "other-draft",
 )
+SPOILT: dict[str, Callable[[dict], object]] = {  # what a fault does to a finished answer
+    "stray-id": lambda answer: answer["output_ids"].__setitem__(0, 100_000),
+    "negative-id": lambda answer: answer["output_ids"].__setitem__(0, -1),
+    "huge-id": lambda answer: answer["output_ids"].__setitem__(0, 2**70),
+    "real-id": lambda answer: answer["output_ids"].__setitem__(0, 7.0),
+    "nan": lambda answer: answer["meta_info"]["specaccept"].update(regret=math.nan),
+    "late": lambda answer: answer["meta_info"].update(e2e_latency="soon"),
+    "text-count": lambda answer: answer["meta_info"].update(spec_verify_ct="3"),
+    "clock": lambda answer: answer["meta_info"].update(e2e_latency=1000.0),
+    "histogram": lambda answer: answer["meta_info"]["spec_correct_drafts_histogram"].append(1),
+}
 
 
 class Fake:
@@ -115,34 +151,35 @@ class Fake:
         wanted = 8 + digest[0] % 24
         length = min(wanted, params["max_new_tokens"])
         ids = [5 + byte % 20 for byte in (digest * 2)[:length]]
-        relaxed = 0
-        strict = policy.is_strict or policy.rule != "asd"
-        if (not strict and digest[1] % 2 and not self.fault("inert")) or (
+        steps, proposed, accepted, histogram = self.drafted(length)
+        budget = policy.rule == "asd" and not policy.is_strict
+        asked = (budget and digest[1] % 2 and not self.fault("inert")) or (
             policy.rule == "strict" and self.fault("lenient")
-        ):
-            ids[-1] += 1
-            relaxed = 1
+        )
+        relaxed = 1 if asked and accepted else 0
+        ids[-1] += relaxed and not self.fault("silent")
         if policy.rule == "asd" and policy.budget == 0 and self.fault("b0"):
             ids[-1] += 1
-        steps = -(-length // 4)
-        proposed = 0 if self.fault("drafts") else K * steps
-        accepted = min(length - steps, proposed)
+        relaxed = 0 if self.fault("unasked") else accepted if relaxed and self.fault("greedy") else relaxed
+        regret = 0.25 * bool(relaxed) + (policy.budget if relaxed and self.fault("overspent") else 0)
         if not self.fault("frozen"):
             counters = self.telemetry.of(policy)
             counters.requests += 1
             counters.blocks += steps + self.fault("overcount")
             counters.drafts_verified += proposed
+            counters.strict_accepted += accepted - relaxed + self.fault("overaccepted")
             counters.relaxed += relaxed
-            counters.committed_tokens += length
+            counters.regret_charged += 0 if self.fault("uncharged") else regret
+            counters.committed_tokens += 0 if self.fault("uncommitted") else length
             if self.fault("fallback"):
                 counters.fall_back("sampled request")
         finish = {"type": "stop", "matched": ids[-1]} if length == wanted else {"type": "length", "length": length}
         if self.fault("aborted"):
             finish = {"type": "abort", "message": "out of slots"}
-        own = {"policy": policy.key, "relaxed": relaxed, "regret": 0.5 * relaxed, "spent": 0.5 * relaxed}
+        own = {"policy": policy.key, "relaxed": relaxed, "regret": regret, "spent": regret}
         if custom.get("specaccept_first_rejections"):
             own["first_rejections"] = [[0.25 * (1 + digest[i] % 8), i % K, K] for i in range(steps)]
-        return {
+        answer = {
             "text": "",
             "output_ids": ids,
             "meta_info": {
@@ -154,11 +191,27 @@ class Fake:
                 "spec_verify_ct": steps,
                 "spec_num_proposed_drafts": proposed,
                 "spec_num_correct_drafts": accepted,
-                "spec_correct_drafts_histogram": [0, 0, 0, steps],
+                "spec_correct_drafts_histogram": histogram,
                 "specaccept": own,
-                "e2e_latency": 0.001,
+                "e2e_latency": 0.0,
             },
         }
+        if self.wanted in SPOILT and self.fault(self.wanted):
+            SPOILT[self.wanted](answer)
+        return answer
+
+    def drafted(self, length: int) -> tuple[int, int, int, list[int]]:
+        """Verify steps, drafts verified and accepted, and the steps by accepted drafts, of an answer of length ids."""
+        steps = length if self.fault("drafts") else 1 if self.fault("impossible") else -(-length // 4)
+        proposed = 0 if self.fault("drafts") else K * steps
+        accepted = min(length - steps, 3 * steps)
+        histogram = [0] * (K + 1)
+        for step in range(steps):
+            histogram[accepted // steps + (step < accepted % steps)] += 1
+        if self.fault("wide"):
+            histogram = [steps - 1, *[0] * K, 1]
+            accepted = K + 1
+        return steps, proposed, accepted, histogram
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=503 if self.wanted == "never-ready" else 200)
@@ -169,13 +222,20 @@ class Fake:
             snapshot["nonce"] = "another"
         if self.wanted == "files":
             snapshot["files"] = snapshot["files"] | {"adapters/policy.py": "0" * 64}
+        if self.fault("text-counter"):
+            snapshot["counters"] = {key: counters | {"blocks": "12"} for key, counters in snapshot["counters"].items()}
         described = {
             "version": "1",
-            "model_path": "another" if self.wanted == "model" else self.model,
-            "speculative_draft_model_path": self.draft,
+            "model_path": "another" if self.wanted == "model" or self.fault("swap") else self.model,
+            "speculative_draft_model_path": self.reported_draft(),
             "max_running_requests": 16,
         }
         return JSONResponse(described if self.wanted == "unarmed" else described | {"specaccept": snapshot})
+
+    def reported_draft(self) -> str | None:
+        if self.wanted == "no-draft":
+            return None
+        return "another" if self.wanted == "other-draft" or self.fault("swap-draft") else self.draft
 
     async def flush(self, request: Request) -> Response:
         return Response()

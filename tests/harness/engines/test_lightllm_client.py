@@ -81,7 +81,10 @@ def engine(tmp_path):
         def log_message(self, *unused):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Crowded(ThreadingHTTPServer):
+        request_queue_size = 64  # of 5, the kernel resets some of two dozen connections
+
+    server = Crowded(("127.0.0.1", 0), Handler)
 
     def answer():
         while not stop.wait(0.005):

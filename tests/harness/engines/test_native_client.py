@@ -62,6 +62,16 @@ def test_finish_and_seed(connect):
         ("garbled", "garbled", "JSON"),
         ("aborted", "aborted", "out of slots"),
         ("die", "connection", "/generate"),
+        ("negative-id", "garbled", r"output_ids\[0\]: expected an integer from 0 to 2147483647, found -1"),
+        (
+            "huge-id",
+            "garbled",
+            r"output_ids\[0\]: .*, found 1180591620717411303424",
+        ),
+        ("real-id", "garbled", r"output_ids\[0\]: .*, found 7.0"),
+        ("nan", "garbled", "regret: expected a finite number >= 0, found nan"),
+        ("late", "garbled", "e2e_latency: expected a finite number >= 0, found 'soon'"),
+        ("text-count", "garbled", "spec_verify_ct: expected an integer from 0 to .*, found '3'"),
     ],
 )
 def test_a_failure_has_its_kind(connect, fault, kind, words):
@@ -85,6 +95,16 @@ def test_an_unarmed_engine_is_refused(connect):
     with pytest.raises(EngineError, match="not armed") as caught:
         connect("unarmed").server()
     assert caught.value.kind == "identity"
+
+
+def test_counters_that_are_no_numbers_are_garbled(connect):
+    client = connect("text-counter")
+    client.generate(ask())
+    with pytest.raises(
+        EngineError, match=r"counters\..*\.blocks: expected an integer from 0 to .*, found '12'"
+    ) as caught:
+        client.server()
+    assert caught.value.kind == "garbled"
 
 
 def test_a_malformed_policy_names_its_field(connect):

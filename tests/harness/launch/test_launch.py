@@ -9,6 +9,7 @@ import pytest
 from adapters.policy import Policy
 from harness.config import load
 from harness.launch import LaunchError, capability, launch, preflight
+from harness.launch.attach import same_model
 from harness.launch.capability import Gpu, missing, require, unsupported
 from harness.launch.command import command, printable
 
@@ -89,11 +90,38 @@ def test_attach_refuses_another_engine(overrides, server, tmp_path):
         pytest.fail("the server was accepted")
 
 
-def test_attach_refuses_another_model(overrides, server, tmp_path):
-    config = load([*overrides, "launch=attach", f"url={server('model')}"])
-    refused = pytest.raises(LaunchError, match=r"model: expected '.*target', found 'another'")
-    with refused, launch(config, tmp_path / "log", STRICT):
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("model", r"model: expected '.*target', found 'another'"),
+        ("other-draft", r"draft: expected '.*draft', found 'another'"),
+        ("no-draft", r"draft: expected '.*draft', found none"),
+    ],
+)
+def test_attach_refuses_another_model(overrides, server, tmp_path, fault, words):
+    config = load([*overrides, "launch=attach", f"url={server(fault)}"])
+    with pytest.raises(LaunchError, match=words), launch(config, tmp_path / "log", STRICT):
         pytest.fail("the server was accepted")
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "same"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B", True),
+        ("Qwen/Qwen3-8B", "qwen/qwen3-8b/", True),
+        ("Qwen/Qwen3-8B", "/models/Qwen3-8B", True),
+        ("Qwen/Qwen3-8B", "/cache/models--Qwen--Qwen3-8B/snapshots/0123", True),
+        ("recipes/checkpoints/tiny-qwen3", "/elsewhere/tiny-qwen3", True),
+        ("Qwen/Qwen3-8B", "Other/Qwen3-8B", False),
+        ("Qwen/Qwen3-8B", "/cache/models--Other--Qwen3-8B/snapshots/0123", False),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-FP8", False),
+        ("Qwen/Qwen3-8B", "/models/Qwen3-8B/other", False),
+        ("recipes/checkpoints/tiny-qwen3", "/elsewhere/tiny-qwen3-dspark-block7", False),
+        ("recipes/checkpoints/tiny-qwen3", "", False),
+    ],
+)
+def test_a_model_is_known_by_its_whole_name(expected, found, same):
+    assert same_model(expected, found) is same
 
 
 def test_attach_needs_a_policy_per_request(overrides):
