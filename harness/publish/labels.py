@@ -28,8 +28,8 @@ def asked(record: Record) -> tuple[str, ...]:
     config, identity, workload = record.identity.config, record.identity, record.workload
     names = (record.task, model(record), config["engine"]["name"], config["traffic"]["name"])
     measured = {
-        "target": _content(identity.target),
-        "draft": _content(identity.draft),
+        "target": _content(identity.target) or identity.target.get("reported"),
+        "draft": _content(identity.draft) or identity.draft.get("reported"),
         "model": {name: config["model"].get(name) for name in ("dtype", "block_size")},
         "engine": _kept(config["engine"]),
         "launch": _kept(config["launch"]),
@@ -80,7 +80,8 @@ def title(record: Record) -> str:
     config = record.identity.config
     launched = record.launch or {}
     replicas = f", {launched['replicas']} replicas" if launched.get("replicas", 1) > 1 else ""
-    where = " (attached server)" if launched.get("attached") else ""
+    foreign = ", adapter differs from this checkout" if launched.get("foreign_adapter") else ""
+    where = f" (attached server{foreign})" if launched.get("attached") else ""
     where = f" (docker{replicas})" if launched.get("kind") == "docker" else where
     more = "".join(f", {name}" for name in unusual(record))
     return f"{model(record)} on {config['engine']['name']}{where}, {traffic(record)}{more}"
