@@ -4,7 +4,7 @@
 #   engine.sh up               leave it running; prints the line to export
 #   engine.sh down             stop it
 # Needs root on Debian, kernel namespaces and cgroups. The base images are made once and kept in SPECACCEPT_DOCKER_CACHE.
-# Exit status 3: no engine can be had here, and why.
+# Exit status 77: no engine can be had here, and why.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../../.." && pwd)
 cache=${SPECACCEPT_DOCKER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/specaccept-docker}
@@ -12,7 +12,7 @@ python=${PYTHON:-$root/.venv/bin/python}
 socket=$cache/docker.sock
 export SPECACCEPT_DOCKER_HOST=unix://$socket
 
-cannot() { echo "engine.sh: no Docker engine here: $*" >&2; exit 3; }
+cannot() { echo "engine.sh: no Docker engine here: $*" >&2; exit 77; }
 
 install() {
   [[ $(id -u) == 0 ]] || cannot "needs root"
