@@ -73,6 +73,8 @@ def check_writable(results: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
+        if (results / "README.md").is_dir():
+            raise IsADirectoryError(errno.EISDIR, "README.md is a directory")
     except OSError as error:
         raise ConfigError(f"out: expected a folder that can be written, found {results}: {error.strerror}") from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.records.schema import Record
@@ -10,6 +10,7 @@ from harness.records.schema import Record
 NOT_RUN = "not run"
 UNKNOWN = "n/a"
 NO_GPU = "no GPU"
+PER_GPU = "TPS per GPU"
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -57,8 +58,7 @@ def identity(record: Record, arm: str) -> str:
 
 
 FOOTNOTE = (
-    "TPS: ids the engine returned over the wall time of the arm's own requests, one at a time on each replica; "
-    "per GPU: over the GPUs of one replica. "
+    "TPS: ids the engine returned over the wall time of the arm's own requests, one at a time on each replica. "
     "* output tokens per verify step, bonus token included. Changes are against the first arm, intervals are 95 %, "
     "both paired by item."
 )
@@ -80,7 +80,7 @@ def arm_cells(record: Record, arm: str) -> dict[str, str]:
     outcomes = {name: str(count) if scored else "not scored" for name, count in found["outcomes"].items()}
     return {
         "TPS": number(found["tps"]["value"], 1),
-        "TPS per GPU": number(found["tps_per_gpu"]["value"], 1) if found["tps_per_gpu"] else NO_GPU,
+        PER_GPU: number(found["tps_per_gpu"]["value"], 1) if found["tps_per_gpu"] else NO_GPU,
         "TPS change": tps[0],
         "TPS change, 95 %": tps[1],
         "wall per item, s": number(found["wall_per_item"]["value"], 3),
@@ -113,3 +113,9 @@ def bench_table(record: Record) -> tuple[list[str], list[list[str]]]:
     metrics = next(iter(arms.values()))
     rows = [[metric, *(cells[metric] for cells in arms.values())] for metric in metrics]
     return ["metric", *arms], [row for row in rows if set(row[1:]) != {NO_GPU}]
+
+
+def footnote(rows: Sequence[Sequence[str]]) -> str:
+    """What the metrics of a table are."""
+    shared = any(row[0] == PER_GPU for row in rows)
+    return FOOTNOTE + (" Per GPU: over the GPUs of one replica." if shared else "")

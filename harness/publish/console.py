@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from harness.publish.cells import FOOTNOTE, bench_table
+from harness.publish.cells import bench_table, footnote
 from harness.publish.labels import title
 from harness.records import Record, Row
 
@@ -79,8 +79,9 @@ def report(record: Record, folder: Path) -> None:
     if record.task == "gate":
         _gate(record, title(record))
     else:
-        table(*bench_table(record), title(record))
-        print(fill(FOOTNOTE, 80))
+        columns, rows = bench_table(record)
+        table(columns, rows, title(record))
+        print(fill(footnote(rows), 80))
     assert record.verdict is not None
     print(f"verdict: {record.verdict.outcome}" + "".join(f"\n  {reason}" for reason in record.verdict.reasons))
     print(f"record:  {os.path.relpath(folder)}")

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from harness.config import ROOT, ConfigError, choices
 from harness.launch.capability import pair, unsupported
-from harness.publish.cells import FOOTNOTE, NOT_RUN, bench_table
+from harness.publish.cells import NOT_RUN, bench_table, footnote
 from harness.publish.labels import (
     asked,
     changes,
@@ -144,7 +144,6 @@ def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, byt
     by_kind = published(results)
     text = environment.get_template("README.md.j2").render(
         table=markdown,
-        footnote=FOOTNOTE,
         benches=[_bench(each) for each in tasks["bench"]],
         gate_columns=GATE_COLUMNS,
         gates=[_gate(each) for each in tasks["gate"]],
@@ -202,6 +201,7 @@ def _bench(shown: Shown) -> dict[str, Any]:
         "title": title(record),
         "columns": columns,
         "rows": rows,
+        "footnote": footnote(rows),
         "facts": [
             f"Policies: {policies}.",
             f"Model: {models(record)}.",
@@ -274,9 +274,14 @@ def _coverage(benches: Sequence[Record]) -> list[list[str]]:
         for engine in choices("engine"):
             run = newest.get((name, engine))
             reason = unsupported(pair(name, engine))
-            row.append(link(run) if run else f"unsupported ({reason})" if reason else NOT_RUN)
+            row.append(_ran(run) if run else f"unsupported ({reason})" if reason else NOT_RUN)
         rows.append(row)
     return rows
+
+
+def _ran(record: Record) -> str:
+    """A run that did not pass is no sign that a pair works."""
+    return link(record) + ("" if _passed(record) else f", {_why(record).partition(';')[0]}")
 
 
 def _stated(figure: Published) -> list[str]:

@@ -347,8 +347,13 @@ def test_a_recipe_s_own_model_has_its_name(results):
 
     record = again(results, change)
     assert title(record) == "tiny-qwen3 on reference, generated-math, 6 items"
-    text = render(results)["README.md"].decode()
-    assert f"| tiny-qwen3 | not run | [{record.id}]" in text
+    row = f"| tiny-qwen3 | not run | [{record.id}](runs/{record.id}/record.json)"
+    assert f"{row} |" in render(results)["README.md"].decode()
+    path = results / "runs" / record.id / "record.json"
+    record.verdict.outcome = "fail"
+    record.seal = seal(record)
+    path.write_bytes(msgspec.json.encode(record))
+    assert f"{row}, verdict fail |" in render(results)["README.md"].decode()
 
     record.identity.config["model"].update(plain(asdict(member("model", "qwen3-14b"))))
     record.identity.target["revision"] = None  # a folder with the path of the hub id
@@ -430,4 +435,6 @@ def test_a_row_per_gpu_where_there_is_one(results):
     record = bench(results).record
     for found in record.summary["arms"].values():
         found["tps_per_gpu"] = {"value": 12.25}
-    assert ["TPS per GPU", "12.2", "12.2", "12.2"] in cells.bench_table(record)[1]
+    rows = cells.bench_table(record)[1]
+    assert ["TPS per GPU", "12.2", "12.2", "12.2"] in rows
+    assert cells.footnote(rows).endswith("Per GPU: over the GPUs of one replica.")

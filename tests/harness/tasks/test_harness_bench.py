@@ -279,16 +279,17 @@ def test_what_cannot_run_is_one_line_and_leaves_no_record(harness, tmp_path, ove
 
 
 @pytest.mark.parametrize("task", ["bench", "gate", "calibrate", "tables"])
-@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nobody/writes/here", "taken"])
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nobody/writes/here", "taken", "read"])
 def test_an_output_folder_that_takes_no_files_is_refused_first(harness, tmp_path, monkeypatch, task, out):
     (tmp_path / "file").touch()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "runs").touch()
+    (tmp_path / "read" / "README.md").mkdir(parents=True)
     monkeypatch.setattr("harness.launch.process.launch", None)
     path = tmp_path / out  # an absolute one stays itself
     status, printed, err = harness(f"task={task}", f"out={path}")
     assert (status, printed) == (2, "")
-    assert re.fullmatch(rf"specaccept: out: expected a folder that can be written, found {path}: [\w ]+\n", err)
+    assert re.fullmatch(rf"specaccept: out: expected a folder that can be written, found {path}: [\w. ]+\n", err)
 
 
 def test_help_lists_every_task_and_member(harness):
