@@ -48,9 +48,18 @@ class Engine:
             "committed_tokens": n - 1 if self.fault != "committed" else n - 5,
             "histogram": [0, n // 2],
         }
+        if self.fault == "nan":
+            record["regret_charged"] = float("nan")
+        if self.fault == "text":
+            record["blocks"] = "4"
         if self.fault != "silent":
             self.journal.write(record)
-        tokens = [{"id": 100 + i, "logprob": -0.1, "prompt_cache_len": 2} for i in range(n)]
+        if self.fault == "counter":
+            counters.blocks = "4"
+        tokens = [
+            {"id": -1 if self.fault == "negative" else 100 + i, "logprob": -0.1, "prompt_cache_len": 2}
+            for i in range(n)
+        ]
         return {
             "tokens": tokens if self.fault != "lost" else tokens[:-1],
             "count_output_tokens": n,
@@ -156,6 +165,9 @@ def test_the_server_says_what_it_is(client, engine):
         ("committed", "count", "the adapter saw 3 committed"),
         ("abort", "aborted", "abort"),
         ("silent", "identity", "expected a record of request"),
+        ("nan", "garbled", "regret_charged: expected a finite number"),
+        ("text", "garbled", "blocks: expected an integer from 0 to .*, found '4'"),
+        ("negative", "garbled", r"tokens\.id\[0\]: expected an integer from 0 to .*, found -1"),
     ],
 )
 def test_faults(engine, client, monkeypatch, fault, kind, words):
@@ -164,6 +176,14 @@ def test_faults(engine, client, monkeypatch, fault, kind, words):
     with pytest.raises(EngineError, match=words) as caught:
         client.generate(ask(8))
     assert caught.value.kind == kind
+
+
+def test_counters_that_are_no_numbers(engine, client):
+    engine.fault = "counter"
+    client.generate(ask(8))
+    with pytest.raises(EngineError, match=r"\.blocks: expected an integer from 0 to .*, found '4'") as caught:
+        client.server()
+    assert caught.value.kind == "garbled"
 
 
 def test_a_policy_of_its_own_is_refused(client):
