@@ -14,6 +14,7 @@ from harness.records.schema import digest
 MODEL_FIELDS = ("target", "draft", "revision", "draft_revision", "dtype", "block_size")
 # How long one waits for an engine, and where a server listens, change no number.
 NOT_MEASURED = ("ready_timeout_s", "request_timeout_s", "stop_timeout_s", "port", "publish", "hub_cache", "offline")
+UNSEEN = "not verified"
 SETTLED = ("name", "data", "limit", "seed")  # of traffic: the command line's, said in words of their own
 
 
@@ -35,9 +36,9 @@ def asked(record: Record) -> tuple[str, ...]:
         "launch": _kept(config["launch"]),
         "image": _kept(config.get("image", {})),
         "task": config.get("task"),
-        "traffic": {name: value for name, value in config["traffic"].items() if name != "data"},
+        "traffic": {name: value for name, value in config["traffic"].items() if name not in ("data", "limit")},
         "data": identity.data.get("content_sha256"),
-        "items": workload["items"],
+        "items": workload["items"],  # what a limit comes to
         "concurrency": [workload.get("concurrency"), workload.get("order")],
         "seed": config.get("seed"),
         "arms": {name: [arm.policy, arm.temperature] for name, arm in record.arms.items()},
@@ -58,8 +59,8 @@ def model(record: Record) -> str:
     """The recipe's name where target and draft are the recipe's, else what the target is: never another's name."""
     config, identity = record.identity.config["model"], record.identity
     if is_recipe(record):
-        return config["name"]
-    revision = f", {(_content(identity.target) or 'unknown')[:12]}"
+        return config["name"] + (" (as the server reports)" if is_reported(record) else "")
+    revision = f", {(_content(identity.target) or UNSEEN)[:12]}"
     target, draft = (PurePosixPath(found["path"]).name for found in (identity.target, identity.draft))
     return f"custom: {target} ({draft}{revision})"
 
@@ -71,8 +72,15 @@ def is_recipe(record: Record) -> bool:
     recipe = member("model", config["name"])
     same = all(getattr(recipe, name) == config[name] for name in MODEL_FIELDS)
     # A folder may have the path of a hub id: it has no commit, and is not what the recipe means.
-    ours = recipe.target.startswith("recipes/")
-    return same and (ours or record.identity.target.get("revision") is not None)
+    sides = ((recipe.target, record.identity.target), (recipe.draft, record.identity.draft))
+    return same and all(
+        path.startswith("recipes/") or found.get("revision") or found.get("reported") for path, found in sides
+    )
+
+
+def is_reported(record: Record) -> bool:
+    """An attached server says which model it has; its content is out of sight."""
+    return any(found.get("reported") for found in (record.identity.target, record.identity.draft))
 
 
 def title(record: Record) -> str:
@@ -121,7 +129,8 @@ def workload(record: Record) -> str:
     ]
     if "suffix" in data:
         facts.append(f'suffix "{data["suffix"]}"')
-    changed = changes(record)
+    changed = [*_limit(record), *([] if config.get("seed") == Config().seed else [facts[0].replace(" ", "=")])]
+    changed += changes(record)
     return ", ".join(facts) + ". " + (f"Other than the recipes: {', '.join(changed)}" if changed else "As the recipes")
 
 
@@ -143,6 +152,18 @@ def changes(record: Record) -> list[str]:
     return found
 
 
+def _limit(record: Record) -> list[str]:
+    """`limit=3`: fewer or more items than the recipes of traffic and task ask for."""
+    config = record.identity.config
+    if config["traffic"]["name"] not in choices("traffic") or record.task not in choices("task"):
+        return []
+    usual = member("traffic", config["traffic"]["name"]).limit
+    usual = (usual and member("task", record.task).limit) or usual
+    found = config["traffic"].get("limit")
+    whole = usual is None and len(record.workload["items"]) == (record.identity.data.get("rows") or {}).get("test")
+    return [] if found == usual or whole else [f"limit={found}"]
+
+
 def _short(value: Any) -> str:
     """Of a path the last part: where it lay says nothing."""
     text = str(value)
@@ -151,7 +172,7 @@ def _short(value: Any) -> str:
 
 def models(record: Record) -> str:
     parts = [("target", record.identity.target), ("draft", record.identity.draft)]
-    return ", ".join(f"{name} {found['path']} {(_content(found) or 'unknown')[:12]}" for name, found in parts)
+    return ", ".join(f"{name} {found['path']} {(_content(found) or UNSEEN)[:12]}" for name, found in parts)
 
 
 def machine(record: Record) -> str:

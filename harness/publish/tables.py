@@ -23,6 +23,7 @@ from harness.publish.labels import (
     changes,
     code,
     is_recipe,
+    is_reported,
     key,
     link,
     machine,
@@ -267,7 +268,8 @@ def _coverage(benches: Sequence[Record]) -> list[list[str]]:
     newest = {}
     for record in sorted(benches, key=lambda record: record.created):
         if is_recipe(record):
-            newest[model(record), record.identity.config["engine"]["name"]] = record
+            config = record.identity.config
+            newest[config["model"]["name"], config["engine"]["name"]] = record
     rows = []
     for name in choices("model"):
         row = [name]
@@ -281,7 +283,8 @@ def _coverage(benches: Sequence[Record]) -> list[list[str]]:
 
 def _ran(record: Record) -> str:
     """A run that did not pass is no sign that a pair works."""
-    return link(record) + ("" if _passed(record) else f", {_why(record).partition(';')[0]}")
+    reported = " (as the server reports)" if is_reported(record) else ""
+    return link(record) + reported + ("" if _passed(record) else f", {_why(record).partition(';')[0]}")
 
 
 def _stated(figure: Published) -> list[str]:

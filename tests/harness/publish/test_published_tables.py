@@ -282,7 +282,12 @@ def test_a_run_of_anything_else_is_a_row_of_its_own(results, change):
 
 def test_a_second_pass_of_the_same_question_takes_the_row_and_says_so(results):
     good = bench(results).record
-    other = again(results, lambda record: record["environment"].update(load_average=[9.0, 9.0, 9.0]))
+
+    def change(record):  # neither the load nor how a limit is said makes it another question
+        record["environment"].update(load_average=[9.0, 9.0, 9.0])
+        config_of(record)["traffic"].update(limit=None)
+
+    other = again(results, change)
     text = render(results)["README.md"].decode()
     measured, _, others = text.partition("## Other runs")
     assert f"runs/{other.id}/" in measured
@@ -360,6 +365,9 @@ def test_a_recipe_s_own_model_has_its_name(results):
     assert title(record).startswith("custom: ")
     record.identity.target["revision"] = record.identity.draft["revision"] = "0" * 40
     assert title(record).startswith("qwen3-14b on")
+    for side in (record.identity.target, record.identity.draft):  # of an attached server: its word, and no content
+        side.update(revision=None, reported="Qwen/Qwen3-14B")
+    assert title(record).startswith("qwen3-14b (as the server reports) on")
 
 
 def test_cap_seed_and_temperature_are_in_the_title_and_every_change_in_the_caption(results):
@@ -373,7 +381,14 @@ def test_cap_seed_and_temperature_are_in_the_title_and_every_change_in_the_capti
     assert title(record).endswith("6 items, at most 8 tokens, seed 7, temperature 0.5")
     text = render(results)["README.md"].decode()
     (asked,) = [line for line in text.splitlines() if line.startswith("- Asked:") and "seed 7" in line]
-    for words in ("at most 8 tokens", "concurrency 1", "temperature 0, 0.5", "traffic.max_new_tokens=8"):
+    for words in (
+        "at most 8 tokens",
+        "concurrency 1",
+        "temperature 0, 0.5",
+        "traffic.max_new_tokens=8",
+        "limit=6",
+        "seed=7",
+    ):
         assert words in asked
     for words in ("engine.threads=1", "engine.module=fake_engine", "model.target=target"):
         assert words in asked
