@@ -58,6 +58,7 @@ class Engine:
         self.ledger: accept.Ledger | None = None
         self.local = Local()
         self.installed: set[str] = set()
+        self.making = threading.Lock()
         self.lost = False
         # A test turns this off to show that it would notice: every column then counts as a proposal.
         self.check_proposals = True
@@ -100,8 +101,9 @@ class Engine:
 
     def _prepare(self, step: Step, table: Tensor) -> bool:
         """Bring the ledger to this step's requests; False: nothing of it may be relaxed."""
-        if self.ledger is None:
-            self.ledger = accept.Ledger.empty(self.policy, table.shape[0], table.device)
+        with self.making:  # two threads, one ledger
+            if self.ledger is None:
+                self.ledger = accept.Ledger.empty(self.policy, table.shape[0], table.device)
         ledger, some = self.ledger, False
         for req, rows, live in zip(step.requests, step.rows, step.live, strict=True):
             marks = marks_of(req)
