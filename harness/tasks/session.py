@@ -165,6 +165,7 @@ class Session:
             answer.spent,
             answer.exhausted,
         )
+        row.step_lengths = answer.step_lengths
         return row
 
     def _failed(self, rows: list[Row], error: EngineError, started: float) -> list[Row]:
@@ -216,6 +217,7 @@ def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> I
         "traffic": traffic.name,
         "items": [item.id for item in traffic.items],
         "warmup": [item.id for item in traffic.warmup[: config.task.warmup]],
+        "think_end": words.encode("</think>"),  # where thinking ends in the ids
     }
     run = Run.create(
         config.results, config.task.name, identity(config, traffic.provenance), environment(), items | workload
