@@ -48,7 +48,8 @@ class Generation:
     """One answer.
 
     finish: `stop` or `length`. steps: verify steps. proposed: drafts verified. accepted: drafts accepted, those cut at
-    the end included. histogram[n]: steps that accepted n drafts. relaxed, regret, spent, exhausted: of the policy.
+    the end included. histogram[n]: steps that accepted n drafts. step_lengths: accepted drafts of each verify step, in
+    order (None: the engine does not say). relaxed, regret, spent, exhausted: of the policy.
     wall_s: on the client's monotonic clock, from before the send to after the parse.
     """
 
@@ -69,6 +70,7 @@ class Generation:
     wall_s: float
     server_s: float | None = None
     first_rejections: list[tuple[float, int, int]] | None = None
+    step_lengths: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Server:
-    """How a server describes itself."""
+    """How a server describes itself. snapshot: None of an engine without the adapter. nonce: of this launch, or None."""
 
     version: str
     target: str
     draft: str | None
     max_running_requests: int | None
-    snapshot: Snapshot
+    snapshot: Snapshot | None
+    nonce: str | None = None
     info: dict[str, Any] = field(repr=False, default_factory=dict)
 
 

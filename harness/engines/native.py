@@ -1,6 +1,6 @@
 """Client of SGLang's native HTTP API, which the embedded reference engine serves too.
 
-The one difference between them is where the policy snapshot lies in /server_info: `_snapshot` knows both places.
+The one difference between them is where the policy snapshot lies in /server_info: `_published` knows both places.
 """
 
 from __future__ import annotations
@@ -17,27 +17,34 @@ from harness.engines import fields
 from harness.engines.base import EngineError, Generation, Request, Server, Snapshot
 
 SNAPSHOT_SCHEMA = 1
+NO_VERSION = "default"  # SGLang's weight_version where none was given
 
 
 class NativeClient:
-    """Synchronous, one connection per thread in use. control_timeout_s: of /health, /server_info and /flush_cache."""
+    """Synchronous, one connection per thread in use. control_timeout_s: of /health, /server_info and /flush_cache.
 
-    def __init__(self, url: str, control_timeout_s: float = 30.0) -> None:
+    unarmed: the engine as it is without the adapter. A snapshot, or an answer under a policy, is then an identity error.
+    """
+
+    def __init__(self, url: str, control_timeout_s: float = 30.0, unarmed: bool = False) -> None:
         self.url = url.rstrip("/")
         self.control_timeout_s = control_timeout_s
+        self.unarmed = unarmed
         self._http = httpx.Client(timeout=control_timeout_s, trust_env=False)
 
     def close(self) -> None:
         self._http.close()
 
     def generate(self, request: Request) -> Generation:
+        self._check_policy([request])
         started = time.monotonic()
         body = self._post("/generate", _body([request])[0], request.deadline_s)
-        return _generation(body, request, started, time.monotonic() - started)
+        return self._known(_generation(body, request, started, time.monotonic() - started))
 
     def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
         if not requests:
             return []
+        self._check_policy(requests)
         started = time.monotonic()
         bodies = _body(requests)
         merged = {"rid": [body["rid"] for body in bodies], "input_ids": [body["input_ids"] for body in bodies]}
@@ -47,13 +54,24 @@ class NativeClient:
         if not isinstance(answer, list) or len(answer) != len(requests):
             found = f"{len(answer)}" if isinstance(answer, list) else type(answer).__name__
             raise EngineError("garbled", f"/generate: expected a list of {len(requests)} answers, found {found}")
-        return [_generation(body, request, started, wall) for body, request in zip(answer, requests, strict=True)]
+        pairs = zip(answer, requests, strict=True)
+        return [self._known(_generation(body, request, started, wall)) for body, request in pairs]
+
+    def _check_policy(self, requests: Sequence[Request]) -> None:
+        if self.unarmed and (asked := [request.rid for request in requests if request.policy is not None]):
+            raise EngineError("identity", f"{asked[0]}: policy: expected none of an unarmed engine, found one")
+
+    def _known(self, answer: Generation) -> Generation:
+        if self.unarmed and answer.policy_key is not None:
+            found = f"meta_info.specaccept: expected none of an unarmed engine, found {answer.policy_key!r}"
+            raise EngineError("identity", found)
+        return answer
 
     def server(self) -> Server:
         info = self._get("/server_info")
         if not isinstance(info, dict):
             raise EngineError("garbled", f"/server_info: expected an object, found {type(info).__name__}")
-        snapshot = _snapshot(info)
+        snapshot = self._snapshot(info)
         try:
             return Server(
                 version=fields.text(info.get("version"), "version"),
@@ -61,10 +79,19 @@ class NativeClient:
                 draft=_optional(fields.text, info, "speculative_draft_model_path"),
                 max_running_requests=_optional(fields.count, info, "max_running_requests"),
                 snapshot=snapshot,
+                nonce=_nonce(info, snapshot),
                 info=info,
             )
         except ValueError as error:
             raise EngineError("garbled", f"/server_info: {error}") from None
+
+    def _snapshot(self, info: dict[str, Any]) -> Snapshot | None:
+        found = _published(info)
+        if not self.unarmed:
+            return _snapshot(found)
+        if found is not None:
+            raise EngineError("identity", "/server_info: expected no snapshot of an unarmed engine, found one")
+        return None
 
     def healthy(self) -> bool:
         try:
@@ -173,6 +200,7 @@ def _charged(policy: dict[str, Any]) -> dict[str, Any]:
         "spent": _optional(fields.number, policy, "spent", 0.0),
         "exhausted": _optional(fields.count, policy, "budget_exhausted", 0),
         "first_rejections": _optional(fields.rejections, policy, "first_rejections"),
+        "step_lengths": _optional(fields.counts, policy, "step_lengths"),
     }
 
 
@@ -185,13 +213,24 @@ def _account(request: Request, generation: Generation, usage: int) -> None:
         problem = f"{produced} output ids, max_new_tokens was {request.max_new_tokens}"
     elif seen != sent:
         problem = f"sent {sent} prompt ids, prompt_tokens says {seen}"
+    elif (lengths := generation.step_lengths) is not None and (
+        (len(lengths), sum(lengths)) != (generation.steps, generation.accepted)
+    ):
+        said = f"{generation.steps} steps and {generation.accepted} accepted drafts"
+        problem = f"{said}, step_lengths say {len(lengths)} and {sum(lengths)}"
     else:
         return
     raise EngineError("count", f"/generate {request.rid}: {problem}")
 
 
-def _snapshot(info: dict[str, Any]) -> Snapshot:
-    """The adapter's snapshot. Without one the engine runs an acceptance of its own: nothing to measure."""
+def _nonce(info: dict[str, Any], snapshot: Snapshot | None) -> str | None:
+    """What this launch gave the server: the adapter says it, and SGLang's own `--weight-version`."""
+    own = _optional(fields.text, info, "weight_version", NO_VERSION)
+    return own if own != NO_VERSION else None if snapshot is None else snapshot.nonce
+
+
+def _published(info: dict[str, Any]) -> Any:
+    """The adapter's snapshot as it stands in /server_info, or None."""
     found = info.get("specaccept")
     if found is None:
         states = info.get("internal_states")
@@ -200,6 +239,11 @@ def _snapshot(info: dict[str, Any]) -> Snapshot:
             for place in (state, record):
                 if isinstance(place, dict) and isinstance(place.get("specaccept"), dict):
                     found = place["specaccept"]
+    return found
+
+
+def _snapshot(found: Any) -> Snapshot:
+    """The adapter's snapshot. Without one the engine runs an acceptance of its own: no policy to measure."""
     if not isinstance(found, dict):
         raise EngineError("identity", "/server_info: expected a snapshot under specaccept, found none (not armed)")
     if found.get("schema") != SNAPSHOT_SCHEMA or not isinstance(found.get("counters"), dict):

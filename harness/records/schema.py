@@ -88,6 +88,7 @@ class Row(msgspec.Struct, kw_only=True):
     error: kind of the infrastructure error, None for an answer. replica: which of the run's servers was asked.
     outcome, parsed, rule: of scoring, None until scored; outcome `error`: it could not be scored, and rule says why.
     steps: verify steps. proposed: drafts verified. accepted: drafts accepted. histogram[n]: steps with n accepted.
+    step_lengths: drafts accepted by each verify step, in order; None: the engine does not say, or the record is older.
     """
 
     arm: str
@@ -116,6 +117,7 @@ class Row(msgspec.Struct, kw_only=True):
     regret: float = 0.0
     spent: float = 0.0
     exhausted: int = 0
+    step_lengths: list[int] | None = None
     outcome: str | None = None
     parsed: str | None = None
     rule: str | None = None

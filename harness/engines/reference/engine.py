@@ -50,6 +50,7 @@ class Request:
     aborted: bool = False
     steps: int = 0
     histogram: list[int] = field(default_factory=list)
+    step_lengths: list[int] = field(default_factory=list)
     relaxed: int = 0
     spent: float = 0.0  # the ledger: a float32 value
     exhausted: int = 0
@@ -71,6 +72,7 @@ class Request:
             speculation["spec_accept_rate"] = correct / (self.steps * drafts)
         policy: dict[str, Any] = {"policy": self.policy.key, "asked": self.asked, "relaxed": self.relaxed}
         policy |= {"regret": self.spent, "spent": self.spent, "budget_exhausted": self.exhausted}
+        policy["step_lengths"] = self.step_lengths
         if self.params.first_rejections:
             policy["first_rejections"] = self.rejections
         return {
@@ -329,6 +331,7 @@ class Engine:
             request.relaxed += relaxed
         request.steps += 1
         request.histogram[length] += 1
+        request.step_lengths.append(length)
         counters.blocks += 1
         counters.drafts_verified += k
         counters.relaxed += relaxed

@@ -4,7 +4,7 @@ import pytest
 
 from adapters.policy import Policy
 from harness.engines.base import EngineError, Request
-from harness.engines.native import NativeClient
+from harness.engines.native import NativeClient, _generation
 
 ASD = Policy("asd", 2.0, 2.0, 1, "normalized")
 
@@ -115,3 +115,25 @@ def test_a_malformed_policy_names_its_field(connect):
     }
     with pytest.raises(EngineError, match=r"status 400.*policy\.rule"):
         client._post("/generate", body, 5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "found"),
+    [(None, None), ([2, 0, 3], [2, 0, 3]), ([2, 3], "2 and 5"), ([2, 0, 2], "3 and 4"), ([2, 0, -1], "garbled")],
+)
+def test_the_lengths_of_the_steps_add_up_or_are_an_error(lengths, found):
+    own = {} if lengths is None else {"step_lengths": lengths}
+    meta = {
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "spec_verify_ct": 3,
+        "spec_num_correct_drafts": 5,
+        "specaccept": own,
+    }
+    body = {"output_ids": [7, 8], "meta_info": meta}
+    if isinstance(found, str):
+        with pytest.raises(EngineError, match=found):
+            _generation(body, ask(), 0.0, 0.1)
+    else:
+        assert _generation(body, ask(), 0.0, 0.1).step_lengths == found

@@ -95,6 +95,16 @@ def test_drafts_are_really_accepted(target):
     assert request.steps < 99
 
 
+@pytest.mark.parametrize("policy", [None, FREE])
+def test_the_lengths_of_the_steps_lead_to_every_output_id(target, policy):
+    """The prompt's own pass gives one id, each step its accepted drafts and one more; only the last may be cut."""
+    for request in run(make_engine(target), prompts(4, seed=8), 50, policy):
+        lengths = request.meta(7)["specaccept"]["step_lengths"]
+        assert [lengths.count(n) for n in range(8)] == request.histogram
+        reached = [1 + sum(n + 1 for n in lengths[:i]) for i in range(len(lengths) + 1)]
+        assert reached[-2] < len(request.output) <= reached[-1]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
 def test_max_new_tokens_is_exact_inside_a_block(target, n):
     engine = make_engine(target)

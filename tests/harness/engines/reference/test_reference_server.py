@@ -107,6 +107,8 @@ def test_generate_answers_as_sglang_does(url, folders):
     assert meta["spec_num_proposed_drafts"] == 7 * meta["spec_verify_ct"]
     assert sum(meta["spec_correct_drafts_histogram"]) == meta["spec_verify_ct"]
     assert meta["specaccept"]["policy"] == "strict"
+    lengths = meta["specaccept"]["step_lengths"]
+    assert [lengths.count(n) for n in range(8)] == meta["spec_correct_drafts_histogram"]
     assert answer["text"].split() == [f"w{i}" for i in answer["output_ids"] if i != 1]
     target = make_target()
     expected = target.generate(
