@@ -9,8 +9,11 @@ from harness.engines.base import EngineClient
 APIS = ("lightllm", "native")  # values of engine.api
 
 
-def connect(api: str, url: str, telemetry: Path | None = None) -> EngineClient:
-    """The client of an engine's API. telemetry: the folder of a server that publishes its snapshot by file."""
+def connect(api: str, url: str, telemetry: Path | None = None, unarmed: bool = False) -> EngineClient:
+    """The client of an engine's API. telemetry: the folder of a server that publishes its snapshot by file.
+
+    unarmed: the engine runs without its adapter, and the client sees to it that it does.
+    """
     if api == "lightllm":
         from harness.engines.lightllm import LightLLMClient
 
@@ -19,4 +22,4 @@ def connect(api: str, url: str, telemetry: Path | None = None) -> EngineClient:
         return LightLLMClient(url, telemetry)
     from harness.engines.native import NativeClient
 
-    return NativeClient(url)
+    return NativeClient(url, unarmed=unarmed)

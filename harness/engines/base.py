@@ -99,7 +99,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Server:
-    """How a server describes itself. snapshot: None of an engine without the adapter. nonce: of this launch, or None."""
+    """How a server describes itself. snapshot: None: no adapter. nonce: of this launch, or None."""
 
     version: str
     target: str

@@ -23,7 +23,7 @@ NO_VERSION = "default"  # SGLang's weight_version where none was given
 class NativeClient:
     """Synchronous, one connection per thread in use. control_timeout_s: of /health, /server_info and /flush_cache.
 
-    unarmed: the engine as it is without the adapter. A snapshot, or an answer under a policy, is then an identity error.
+    unarmed: the engine without the adapter; a snapshot, or an answer under a policy, is then an identity error.
     """
 
     def __init__(self, url: str, control_timeout_s: float = 30.0, unarmed: bool = False) -> None:
@@ -36,7 +36,7 @@ class NativeClient:
         self._http.close()
 
     def generate(self, request: Request) -> Generation:
-        self._check_policy([request])
+        self._refuse_policies([request])
         started = time.monotonic()
         body = self._post("/generate", _body([request])[0], request.deadline_s)
         return self._known(_generation(body, request, started, time.monotonic() - started))
@@ -44,7 +44,7 @@ class NativeClient:
     def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
         if not requests:
             return []
-        self._check_policy(requests)
+        self._refuse_policies(requests)
         started = time.monotonic()
         bodies = _body(requests)
         merged = {"rid": [body["rid"] for body in bodies], "input_ids": [body["input_ids"] for body in bodies]}
@@ -57,7 +57,7 @@ class NativeClient:
         pairs = zip(answer, requests, strict=True)
         return [self._known(_generation(body, request, started, wall)) for body, request in pairs]
 
-    def _check_policy(self, requests: Sequence[Request]) -> None:
+    def _refuse_policies(self, requests: Sequence[Request]) -> None:
         if self.unarmed and (asked := [request.rid for request in requests if request.policy is not None]):
             raise EngineError("identity", f"{asked[0]}: policy: expected none of an unarmed engine, found one")
 
@@ -71,7 +71,7 @@ class NativeClient:
         info = self._get("/server_info")
         if not isinstance(info, dict):
             raise EngineError("garbled", f"/server_info: expected an object, found {type(info).__name__}")
-        snapshot = self._snapshot(info)
+        snapshot = self._own_snapshot(info)
         try:
             return Server(
                 version=fields.text(info.get("version"), "version"),
@@ -85,7 +85,7 @@ class NativeClient:
         except ValueError as error:
             raise EngineError("garbled", f"/server_info: {error}") from None
 
-    def _snapshot(self, info: dict[str, Any]) -> Snapshot | None:
+    def _own_snapshot(self, info: dict[str, Any]) -> Snapshot | None:
         found = _published(info)
         if not self.unarmed:
             return _snapshot(found)

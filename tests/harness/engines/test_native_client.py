@@ -137,3 +137,34 @@ def test_the_lengths_of_the_steps_add_up_or_are_an_error(lengths, found):
             _generation(body, ask(), 0.0, 0.1)
     else:
         assert _generation(body, ask(), 0.0, 0.1).step_lengths == found
+
+
+INFO = {
+    "version": "0.5.16",
+    "model_path": "t",
+    "weight_version": "n0nce",
+    "internal_states": [{"dspark_info_record": {"verify_ct": 3}}],
+}
+
+
+def test_an_unarmed_engine_describes_itself(monkeypatch):
+    client = NativeClient("http://127.0.0.1:1", unarmed=True)
+    monkeypatch.setattr(client, "_get", lambda path: INFO)
+    found = client.server()
+    assert (found.snapshot, found.nonce) == (None, "n0nce")
+    monkeypatch.setattr(client, "_get", lambda path: INFO | {"weight_version": "default"})
+    assert client.server().nonce is None
+
+
+def test_an_unarmed_engine_that_has_the_adapter_is_refused(connect):
+    armed = connect()
+    client = NativeClient(armed.url, unarmed=True)
+    with pytest.raises(EngineError, match=r"identity: /server_info: expected no snapshot"):
+        client.server()
+    with pytest.raises(EngineError, match=r"identity: r0: policy: expected none"):
+        client.generate(ask())
+    with pytest.raises(EngineError, match=r"identity: r1: policy: expected none"):
+        client.generate_many([ask(policy=None), ask(1)])
+    with pytest.raises(EngineError, match=r"identity: meta_info\.specaccept: expected none"):
+        client.generate(ask(policy=None))  # it answers, and names the rule that served
+    client.close()
