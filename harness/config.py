@@ -26,7 +26,9 @@ from harness.traffic.sources import READS_DATA
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
 VERBATIM = ("url", "data", "out")  # free text: never read by Hydra's grammar
+DRAFT_KINDS = ("dspark", "eagle3", "mtp-heads")
 FIXED_ARMS = ("strict", "asd-b0", "chain")  # arms of a run whatever its policy: their names stand for one rule each
+UNARMED = "unarmed"  # the arm of an engine without our adapter
 
 
 class ConfigError(ValueError):
@@ -51,12 +53,13 @@ class ModelConfig:
 
     gpus = 0: runs on a CPU. gpu_memory_gib: per GPU, for the reference context length.
     calibration: JSON file whose `policy` replaces a policy marked `calibrated`.
-    policies: fields of a named policy that this model replaces.
+    policies: fields of a named policy that this model replaces. draft_kind: what the draft is (engine.drafts).
     """
 
     name: str = ""
     target: str = ""
     draft: str = ""
+    draft_kind: str = "dspark"
     revision: str | None = None
     draft_revision: str | None = None
     block_size: int = 7
@@ -69,6 +72,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("model", "dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("model", "draft_kind", self.draft_kind, DRAFT_KINDS)
         _at_least(self, "model", 1, "block_size")
         _at_least(self, "model", 0, "gpus", "gpu_memory_gib")
         for name in ("target", "draft"):
@@ -115,10 +119,18 @@ class EngineConfig:
     per_request_policy: false: a server has one policy, so every arm gets a server of its own.
     list_requests: a list request is scheduled in order, so batched runs of equal token streams are bit-equal.
     flags: `--name value` of the start command; true: `--name`; false and null: left out.
+    base: the engine this is a variant of. drafts: the kind of draft it takes. unarmed: module that starts the engine
+    without its adapter (None: the same module, which is inert without a policy). unarmed_env: its environment beside
+    ours. unarmed_why: why there is no such engine.
+    fixed_width: false: how many drafts are verified follows the load, so no arm is an identity or accuracy arm.
     """
 
     name: str = ""
+    base: str | None = None
     module: str = ""
+    unarmed: str | None = None
+    unarmed_env: dict[str, str] = field(default_factory=dict)
+    unarmed_why: str | None = None
     api: str = "native"
     requires: list[str] = field(default_factory=list)
     adapter: str | None = None
@@ -126,6 +138,8 @@ class EngineConfig:
     arguments: list[str] = field(default_factory=list)
     per_request_policy: bool = True
     list_requests: bool = False
+    drafts: str = "dspark"
+    fixed_width: bool = True
     max_running_requests: int = 16
     ready_timeout_s: float = 180.0
     request_timeout_s: float = 120.0
@@ -135,15 +149,23 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "engine", 1, "max_running_requests", "threads")
+        _one_of("engine", "drafts", self.drafts, DRAFT_KINDS)
         for name in ("ready_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"engine.{name}: expected seconds > 0, found {getattr(self, name)!r}")
+
+    @property
+    def kind(self) -> str:
+        """The engine itself, of which this may be a variant."""
+        return self.base or self.name
 
 
 @dataclass
 class LaunchConfig:
     """How the engine is brought up. stop_timeout_s: seconds between SIGTERM and SIGKILL.
 
+    Of process alone: together: the servers of a run are up side by side, and its arms alternate over them; only one is
+    asked at a time. They share the machine's memory: give each its part by engine.flags.
     Of docker alone: replicas: servers, each on GPUs of its own, which share the items (None: one, or what the named
     image says). gpus: device ids (None: 0, 1, ...). port: of the first replica on `publish` (None: a free one).
     publish: address the ports are bound to. hub_cache: the hub's cache on the engine's machine (None: this one's).
@@ -161,9 +183,12 @@ class LaunchConfig:
     offline: bool = True
     code: str = "process"
     foreign_adapter: bool = False
+    together: bool = False
 
     def __post_init__(self) -> None:
         _one_of("launch", "name", self.name, ("process", "attach", "docker"))
+        if self.together and self.name != "process":
+            raise ConfigError(f"launch.together: belongs to launch=process, found it with launch={self.name}")
         _one_of("launch", "code", self.code, ("process", "container"))
         _at_least(self, "launch", 0, "stop_timeout_s")
         _at_least(self, "launch", 1, "replicas", "port")
@@ -233,22 +258,63 @@ class TrafficConfig:
 class TaskConfig:
     """What is done. warmup: items of the disjoint warm-up set. limit: of generated traffic, where the task has its own.
 
-    chunk, control: of the gate. quantile, items: of calibrate.
+    concurrency: requests in flight (None: 1, or the gate's lists). seconds: no new item after that much measuring.
+    Of bench: aa: the baseline's policy a second time, as an arm of its own. block: items of a block at concurrency > 1
+    (None: four times the concurrency). Of the gate: baseline: what B = 0 is compared with. chunk, control.
+    mix_sampled: sampled requests between the compared ones, as a share of them. repeat: every prompt twice in a row,
+    the prefix cache on. quantile, items: of calibrate.
     """
 
     name: str = ""
     warmup: int = 2
     limit: int | None = None
+    concurrency: int | None = None
+    seconds: float | None = None
+    aa: bool = False
+    block: int | None = None
+    baseline: str = "strict"
     chunk: int = 64
     control: int = 32
+    mix_sampled: float = 0.0
+    repeat: bool = False
     quantile: float = 0.25
     items: int = 32
 
     def __post_init__(self) -> None:
         _at_least(self, "task", 0, "warmup")
-        _at_least(self, "task", 1, "limit", "chunk", "control", "items")
+        _at_least(self, "task", 1, "limit", "concurrency", "block", "chunk", "control", "items")
+        _one_of("task", "baseline", self.baseline, ("strict", UNARMED))
         if not 0 < self.quantile < 1:
             raise ConfigError(f"task.quantile: expected a number between 0 and 1, found {self.quantile!r}")
+        if not 0 <= self.mix_sampled <= 1:
+            raise ConfigError(f"task.mix_sampled: expected a share from 0 to 1, found {self.mix_sampled!r}")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ConfigError(f"task.seconds: expected seconds > 0, found {self.seconds!r}")
+
+
+@dataclass
+class VerdictConfig:
+    """What is a pass, arm by arm, by interval against threshold. Changes are fractions: 0.05 is 5 %. None: not judged.
+
+    tps_gain: smallest change of tokens/s of a policy that may change ids. tps_cost: smallest change of one that may
+    not (strict, B = 0): -0.01 is a cost of at most 1 %. accuracy_drop: largest, in percentage points. length_change:
+    largest |change| of output tokens. drift: largest |change| of the baseline around a block, beyond which the block is
+    left out. loops: largest share of items that may loop beyond the baseline's. alpha: of all comparisons together.
+    """
+
+    name: str = ""
+    tps_gain: float | None = None
+    tps_cost: float | None = None
+    accuracy_drop: float | None = None
+    length_change: float | None = None
+    drift: float = 0.03
+    loops: float = 0.02
+    alpha: float = 0.05
+
+    def __post_init__(self) -> None:
+        _at_least(self, "verdict", 0, "accuracy_drop", "length_change", "drift", "loops")
+        if not 0 < self.alpha < 1:
+            raise ConfigError(f"verdict.alpha: expected a number between 0 and 1, found {self.alpha!r}")
 
 
 KINDS: dict[str, type] = {
@@ -259,6 +325,7 @@ KINDS: dict[str, type] = {
     "image": ImageConfig,
     "traffic": TrafficConfig,
     "task": TaskConfig,
+    "verdict": VerdictConfig,
 }
 GROUPS = tuple(KINDS)
 EXPERIMENT = "experiment"  # a group without a dataclass of its own: members and fields of the others
@@ -266,7 +333,10 @@ EXPERIMENT = "experiment"  # a group without a dataclass of its own: members and
 
 @dataclass
 class Config:
-    """One run. `policy_source` says where the policy's numbers came from; it is filled in by `load`."""
+    """One run. `policy_source` says where the policy's numbers came from; it is filled in by `load`.
+
+    arms: policies of a bench by name, the first is the baseline; None: strict, asd-b0 and the policy.
+    """
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(target="-", draft="-"))
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(rule="strict"))
@@ -275,6 +345,8 @@ class Config:
     image: ImageConfig = field(default_factory=lambda: ImageConfig(name="auto"))
     traffic: TrafficConfig = field(default_factory=TrafficConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    verdict: VerdictConfig = field(default_factory=lambda: VerdictConfig(name="default"))
+    arms: list[str] | None = None
     url: str | None = None
     data: str | None = None
     limit: int | None = None
@@ -339,7 +411,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
     if config.launch.code == "container" and config.image.name == "auto":
         raise ConfigError("launch.code: container needs image=NAME, whose Python runs the answers, found image=auto")
     settle_policy(config, named)
-    _check_arms(config.policy)
+    _check_fixed(config.policy)
+    _check_arms(config, named)
     traffic = config.traffic
     if (config.data or traffic.data) and traffic.name not in READS_DATA:
         raise ConfigError(f"data: belongs to traffic={' or '.join(READS_DATA)}, found it with traffic={traffic.name}")
@@ -422,13 +495,51 @@ def settle_policy(config: Config, named: Collection[str] = ()) -> None:
     config.policy_source = source + (f", {', '.join(sorted(kept))} from the command line" if kept else "")
 
 
-def _check_arms(found: PolicyConfig) -> None:
+def _check_fixed(found: PolicyConfig) -> None:
     """Two arms under one name would be one row: a policy with the name of a fixed arm is that arm."""
     if found.name in FIXED_ARMS and found.policy != (own := member("policy", found.name).policy):
         raise ConfigError(
             f"policy: {found.name} is an arm of its own, expected {own.key}, found {found.policy.key}: "
             "change another policy, as in policy=asd policy.budget=4"
         )
+
+
+def _check_arms(config: Config, named: Collection[str]) -> None:
+    """Names that are arms, once each, and all of them something this run can have."""
+    arms = config.arms
+    unarmed = UNARMED in (arms or ()) or (config.task.name == "gate" and config.task.baseline == UNARMED)
+    if unarmed:
+        if config.engine.unarmed_why:
+            raise ConfigError(f"arms: {UNARMED}: {config.engine.unarmed_why}")
+        if config.launch.name != "process":
+            raise ConfigError(f"arms: {UNARMED} is a server of its own: expected launch=process")
+    if arms is None:
+        return
+    if config.task.name in ("gate", "calibrate"):
+        raise ConfigError(f"arms: of a bench, found task={config.task.name} (a gate has task.baseline)")
+    known = (*choices("policy"), UNARMED)
+    if unknown := [name for name in arms if name not in known]:
+        raise ConfigError(f"arms: expected some of {', '.join(known)}, found {unknown[0]!r}")
+    if len(set(arms)) != len(arms) or len(arms) < 2 or set(arms) == {UNARMED}:
+        raise ConfigError(f"arms: expected two or more, each once (task.aa=true repeats the baseline), found {arms}")
+    if config.policy.name not in arms and any(key.partition(".")[0] == "policy" for key in named):
+        raise ConfigError(f"arms: expected policy={config.policy.name} among them, found {', '.join(arms)}")
+    temperatures = {name: arm_policy(config, name)[0].temperature for name in arms if name != UNARMED}
+    if len(set(temperatures.values())) > 1:
+        told = ", ".join(f"{name} {value:g}" for name, value in temperatures.items())
+        raise ConfigError(f"arms: expected policies of one temperature, found {told}")
+
+
+def arm_policy(config: Config, name: str) -> tuple[PolicyConfig, str]:
+    """The policy of an arm, settled for the model, and where its numbers came from. chain takes the policy's
+    temperature: it is what a sampled policy is compared with."""
+    if name == config.policy.name:
+        return config.policy, config.policy_source
+    found = replace(config, policy=member("policy", name))
+    settle_policy(found)
+    if name == "chain" and config.policy.temperature > 0:
+        return replace(found.policy, temperature=config.policy.temperature), "recipe"
+    return found.policy, found.policy_source
 
 
 def settle_image(config: Config, named: Collection[str] = ()) -> None:

@@ -44,7 +44,7 @@ def test_no_file_is_left_out():
 def test_defaults_are_the_documented_ones():
     config = load()
     names = [getattr(config, group).name for group in GROUPS]
-    assert names == ["tiny-qwen3", "asd", "reference", "process", "auto", "generated", "bench"]
+    assert names == ["tiny-qwen3", "asd", "reference", "process", "auto", "generated", "bench", "default"]
 
 
 def test_published_policies():
