@@ -50,8 +50,10 @@ def pair(model: str, engine: str) -> Config:
 def unsupported(config: Config) -> str | None:
     """Why this pair can run nowhere (a property of the project, not of the machine), or None."""
     model, engine = config.model, config.engine
-    if engine.name not in model.engines:
+    if engine.kind not in model.engines:
         return f"{model.name} runs on {', '.join(model.engines)} only"
+    if engine.drafts != model.draft_kind:
+        return f"its draft is of kind {model.draft_kind}, {engine.name} takes {engine.drafts}"
     if engine.api not in APIS:
         return f"no client for {engine.name} in this version"
     if engine.adapter and not installed(engine.adapter):

@@ -17,11 +17,14 @@ def _flags(values: dict[str, Any]) -> list[str]:
     return arguments
 
 
-def command(config: Config, port: int) -> list[str]:
-    """argv of the engine on 127.0.0.1:port; the reference engine takes port 0 and says which one it got."""
+def command(config: Config, port: int, armed: bool = True) -> list[str]:
+    """argv of the engine on 127.0.0.1:port; the reference engine takes port 0 and says which one it got.
+
+    armed: false: the engine's own start module, without the adapter's.
+    """
     model, engine = config.model, config.engine
     gpus = max(model.gpus, 1)
-    if engine.name == "reference":
+    if engine.kind == "reference":
         own: dict[str, Any] = {
             "model-path": model.target,
             "draft-path": model.draft,
@@ -33,7 +36,7 @@ def command(config: Config, port: int) -> list[str]:
             "threads": engine.threads,
             "seed": config.seed,
         }
-    elif engine.name == "sglang":
+    elif engine.kind == "sglang":
         own = {
             "model-path": model.target,
             "speculative-algorithm": "DSPARK",
@@ -46,7 +49,7 @@ def command(config: Config, port: int) -> list[str]:
             "host": "127.0.0.1",
             "port": port,
         }
-    elif engine.name == "lightllm":
+    elif engine.kind == "lightllm":
         own = {
             "model_dir": model.target,
             "mtp_mode": "dspark",
@@ -60,7 +63,9 @@ def command(config: Config, port: int) -> list[str]:
         }
     else:
         raise ValueError(f"engine.name: no start command for {engine.name!r}")
-    return [sys.executable, "-m", engine.module, *engine.arguments, *_flags(own | engine.flags)]
+    bare = None if armed else engine.unarmed
+    start = [bare] if bare else [engine.module, *engine.arguments]
+    return [sys.executable, "-m", *start, *_flags(own | engine.flags)]
 
 
 def printable(argv: list[str]) -> str:

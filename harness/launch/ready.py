@@ -20,7 +20,7 @@ def check_adapter(config: Config, snapshot: Snapshot, nonce: str | None = None, 
     """
     served = None if policy is None else policy.to_json()
     for name, expected, found in (
-        ("specaccept.adapter", config.engine.name, snapshot.raw.get("adapter")),
+        ("specaccept.adapter", config.engine.kind, snapshot.raw.get("adapter")),
         ("specaccept.armed", True, snapshot.raw.get("armed")),
         ("specaccept.nonce", nonce, snapshot.nonce if nonce is not None else None),
         ("specaccept.default_policy", served, snapshot.raw.get("default_policy") if served is not None else None),
