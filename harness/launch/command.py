@@ -17,10 +17,11 @@ def _flags(values: dict[str, Any]) -> list[str]:
     return arguments
 
 
-def command(config: Config, port: int, armed: bool = True) -> list[str]:
+def command(config: Config, port: int, armed: bool = True, nonce: str | None = None) -> list[str]:
     """argv of the engine on 127.0.0.1:port; the reference engine takes port 0 and says which one it got.
 
-    armed: false: the engine's own start module, without the adapter's.
+    armed: false: the engine's own start module, without the adapter's. nonce: of this launch, where the engine itself
+    can say it back (SGLang's `--weight-version`): the only proof of identity of a server without the adapter.
     """
     model, engine = config.model, config.engine
     gpus = max(model.gpus, 1)
@@ -46,6 +47,7 @@ def command(config: Config, port: int, armed: bool = True) -> list[str]:
             "tp-size": gpus,
             "max-running-requests": engine.max_running_requests,
             "random-seed": config.seed,
+            "weight-version": nonce,
             "host": "127.0.0.1",
             "port": port,
         }

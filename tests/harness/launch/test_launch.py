@@ -145,6 +145,7 @@ def test_commands_of_the_engines():
     assert " --tp-size 1 " in line
     assert "--tp-size 4" in printable(command(load(["model=deepseek-v4-flash", "engine=sglang"]), 1))
     assert "--dtype" not in printable(command(load(["model=deepseek-v4-flash", "engine=sglang"]), 1))
+    assert "--weight-version n0nce" in printable(command(load(["model=qwen3-14b", "engine=sglang"]), 1, nonce="n0nce"))
     own = command(load(["engine.threads=2"]), 0)
     assert own[1:3] == ["-m", "harness.engines.reference"]
     assert own[own.index("--threads") + 1] == "2"
