@@ -18,7 +18,8 @@ if not torch.cuda.is_available():
     import triton.experimental.gluon  # noqa: F401  Triton imports it lazily, at the first launch
 
     import adapters.rules.asd.triton
-    import adapters.rules.block.triton  # noqa: F401
+    import adapters.rules.block.triton
+    import adapters.rules.rowstats.triton  # noqa: F401
 
     if before is None:
         del os.environ["TRITON_INTERPRET"]
