@@ -18,7 +18,10 @@ from adapters.telemetry import Telemetry
 
 @dataclass
 class Detail:
-    """One request, as adapters.telemetry.Counters counts it. accepted, histogram: before the cuts, of live drafts."""
+    """One request, as adapters.telemetry.Counters counts it.
+
+    accepted, histogram, step_lengths (drafts accepted by each block, in order): before the cuts, of live drafts.
+    """
 
     blocks: int = 0
     drafts_verified: int = 0
@@ -29,6 +32,7 @@ class Detail:
     budget_exhausted: int = 0
     committed_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
+    step_lengths: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -147,6 +151,7 @@ class Account:
         detail.accepted += whole
         detail.histogram += [0] * (whole + 1 - len(detail.histogram))
         detail.histogram[whole] += 1
+        detail.step_lengths.append(whole)
 
     def _key(self, marks: Marks) -> str:
         """Of the rule that served the request: sampled ones got the engine's own comparison of ids."""

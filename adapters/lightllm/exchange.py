@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class Follower:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self.seen: dict[int, dict[str, Any]] = {}
+        self.seen: dict[int, deque[dict[str, Any]]] = {}  # a tag may come again: the same request, asked again
         self.read: dict[Path, int] = {}
         self.lock = threading.Lock()
 
@@ -101,10 +102,13 @@ class Follower:
         deadline = time.monotonic() + timeout_s
         while True:
             with self.lock:
-                if tag not in self.seen:
+                if not self.seen.get(tag):
                     self._grow()
-                if tag in self.seen:
-                    return self.seen.pop(tag)
+                if waiting := self.seen.get(tag):
+                    record = waiting.popleft()
+                    if not waiting:
+                        del self.seen[tag]
+                    return record
             if time.monotonic() > deadline:
                 raise NoAnswer(f"{self.folder}: expected a record of request {tag} within {timeout_s:g} s, found none")
             time.sleep(0.001)
@@ -118,7 +122,7 @@ class Follower:
                 self.read[path] = self.read.get(path, 0) + len(whole) + 1
                 for line in whole.splitlines():
                     record = json.loads(line)
-                    self.seen[record["tag"]] = record
+                    self.seen.setdefault(record["tag"], deque()).append(record)
 
 
 def ask(folder: Path | str, timeout_s: float = 10.0) -> dict[str, Any]:

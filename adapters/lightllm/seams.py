@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from adapters import arm
-from adapters.policy import ENGINE_RULES, ENVIRONMENT, GREEDY_RULES, Policy, PolicyError
+from adapters.lightllm import unsupported_rule
+from adapters.policy import ENVIRONMENT, Policy, PolicyError
 
 _INFER = "lightllm.server.router.model_infer"
 BACKEND = f"{_INFER}.mode_backend.base_backend"
@@ -43,7 +44,7 @@ KNOWN_MODES = (
 )
 NEED_FA3 = ("dspark", "dflash")
 HOPPER = ("H100", "H200", "H800", "H20")
-ARGMAX_DRAFTS = "unsupported (argmax drafts): with one-hot drafts block verification equals the token rule"
+SAMPLED_PATH = f"{_INFER}.mtp_speculative.engine"
 
 
 @dataclass(frozen=True)
@@ -226,12 +227,8 @@ def policy_of(environ: Mapping[str, str] = os.environ) -> Policy:
     policy = arming.default
     if policy is None:
         raise Refused([f"{ENVIRONMENT}: expected a policy, found none"])
-    if policy.rule in ("block", *ENGINE_RULES):
-        raise Refused([f"policy.rule: {policy.rule} is {ARGMAX_DRAFTS}"])
-    if policy.rule not in GREEDY_RULES:
-        raise Refused(
-            [f"policy.rule: {policy.rule} is unsupported: LightLLM compares its sampled id with the draft, without q"]
-        )
+    if reason := unsupported_rule(policy.rule):
+        raise Refused([f"policy.rule: {policy.rule} is unsupported ({reason})"])
     return policy
 
 
@@ -301,6 +298,12 @@ def refusals(
             reasons.append(f"--{flag}: {reason}")
     if value("target_vocab_topk_sampling"):
         reasons.append("--target_vocab_topk_sampling: the logits of other tokens are filled in, regrets are not theirs")
+    engine = _tree(file_of(root, SAMPLED_PATH))
+    if engine is not None and _find(engine, "SpecEngine.sample_and_verify") is not None:
+        reasons.append(
+            "DFlash2 sampled path (SpecEngine.sample_and_verify): verifies sampled requests elsewhere; its logits do not "
+            "pass the seam of sample"
+        )
     if file_of(root, FUSED).is_file() and environ.get(FUSED_OFF) != "1":
         reasons.append(
             f"fused decode graph (mtp_fused_decode_graph.py): verifies inside a CUDA graph; set {FUSED_OFF}=1"

@@ -17,6 +17,8 @@ def connect(api: str, url: str, telemetry: Path | None = None, unarmed: bool = F
     if api == "lightllm":
         from harness.engines.lightllm import LightLLMClient
 
+        if unarmed:
+            return LightLLMClient(url, None)
         if telemetry is None:
             raise ValueError("telemetry: expected the server's SPECACCEPT_TELEMETRY_DIR, found none")
         return LightLLMClient(url, telemetry)

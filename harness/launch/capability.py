@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from harness.config import Config, choices, member, rooted
+from harness.config import Config, EngineConfig, choices, member, rooted
 from harness.engines import APIS
 from harness.engines.checkpoint import is_hub_id, is_local
 from harness.launch.base import LaunchError
@@ -58,7 +59,14 @@ def unsupported(config: Config) -> str | None:
         return f"no client for {engine.name} in this version"
     if engine.adapter and not installed(engine.adapter):
         return f"no adapter for {engine.name} in this version"
-    return None
+    reason = unsupported_rule(engine, config.policy.rule)
+    return f"{config.policy.rule} is unsupported ({reason})" if reason else None
+
+
+def unsupported_rule(engine: EngineConfig, rule: str) -> str | None:
+    """Why an engine's adapter cannot serve a rule, or None: it can, or says so itself when it is asked."""
+    told = getattr(importlib.import_module(engine.adapter), "unsupported_rule", None) if engine.adapter else None
+    return told(rule) if told else None
 
 
 def missing(config: Config) -> list[str]:

@@ -175,6 +175,8 @@ def test_tagged_requests_leave_a_record_of_their_own(serve):
         steps, accepted = record.pop("histogram"), record.pop("accepted")
         assert sum(steps) == record["blocks"]
         assert sum(n * count for n, count in enumerate(steps)) == accepted
+        lengths = record.pop("step_lengths")
+        assert sorted(lengths) == [n for n, count in enumerate(steps) for _ in range(count)]
         assert record["strict_accepted"] + record["relaxed"] <= accepted <= record["drafts_verified"]
         hand = dataclasses.asdict(totals)
         del hand["requests"]

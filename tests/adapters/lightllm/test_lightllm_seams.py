@@ -140,7 +140,7 @@ def test_every_process_refuses_a_drifted_tree(tree):
     ("policy", "named"),
     [
         ('{"rule": "asd", "bugdet": 1}', "unknown field 'bugdet'"),
-        ('{"rule": "block"}', "unsupported (argmax drafts)"),
+        ('{"rule": "block"}', "block is unsupported (argmax drafts)"),
         ('{"rule": "block-engine"}', "block-engine is unsupported (argmax drafts)"),
         ('{"rule": "chain"}', "chain is unsupported"),
     ],
@@ -221,6 +221,16 @@ def test_the_fused_decode_graph_is_refused_until_switched_off(tree):
     (reason,) = seams.refusals(SimpleNamespace(**GOOD), tree, {})
     assert seams.FUSED_OFF in reason
     assert seams.refusals(SimpleNamespace(**GOOD), tree, {seams.FUSED_OFF: "1"}) == []
+
+
+def test_the_sampled_path_of_dflash2_is_refused(tree):
+    seams.file_of(tree, seams.SAMPLED_PATH).write_text("class SpecEngine:\n    def plan_decode(self): ...\n")
+    seams._tree.cache_clear()
+    assert seams.refusals(SimpleNamespace(**GOOD), tree, {}) == []
+    seams.file_of(tree, seams.SAMPLED_PATH).write_text("class SpecEngine:\n    def sample_and_verify(self): ...\n")
+    seams._tree.cache_clear()
+    (reason,) = seams.refusals(SimpleNamespace(**GOOD), tree, {})
+    assert "DFlash2 sampled path" in reason
 
 
 def test_dynamic_verify_and_overlap_are_not_refused(tree):

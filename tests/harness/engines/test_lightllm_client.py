@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from adapters.lightllm import exchange
 from adapters.policy import Policy
 from adapters.telemetry import Telemetry
+from harness.engines import connect
 from harness.engines.base import EngineError, Request
-from harness.engines.lightllm import LightLLMClient, body
+from harness.engines.lightllm import LightLLMClient, body, installed_version
 
 ASD = Policy("asd", 2.0, 2.0, 1, "normalized")
+DOUBLE = Path(__file__).parents[2] / "adapters/lightllm/double"
 
 
 class Engine:
@@ -47,7 +50,10 @@ class Engine:
             "budget_exhausted": 0,
             "committed_tokens": n - 1 if self.fault != "committed" else n - 5,
             "histogram": [0, n // 2],
+            "step_lengths": [1] * (n // 2),
         }
+        if self.fault == "cached":
+            record["committed_tokens"] = n
         if self.fault == "nan":
             record["regret_charged"] = float("nan")
         if self.fault == "text":
@@ -56,8 +62,13 @@ class Engine:
             self.journal.write(record)
         if self.fault == "counter":
             counters.blocks = "4"
+        totals = {  # the engine's own, with the step in flight at the end
+            "mtp_verify_step_num": n // 2 + 1 if self.fault != "few" else 1,
+            "mtp_verify_token_num": 8 * (n // 2 + 1) if self.fault != "negative-total" else 0,
+            "mtp_accepted_token_num": n // 2 if self.fault != "few" else 0,
+        }
         tokens = [
-            {"id": -1 if self.fault == "negative" else 100 + i, "logprob": -0.1, "prompt_cache_len": 2}
+            {"id": -1 if self.fault == "negative" else 100 + i, "logprob": -0.1, "prompt_cache_len": 2} | totals
             for i in range(n)
         ]
         return {
@@ -127,6 +138,7 @@ def test_an_answer_and_its_record(engine, client):
     assert answer.output_ids == list(range(100, 108))
     assert (answer.steps, answer.proposed, answer.accepted, answer.relaxed, answer.regret) == (4, 28, 4, 2, 1.0)
     assert (answer.finish, answer.prompt_tokens, answer.cached_tokens, answer.policy_key) == ("length", 3, 2, ASD.key)
+    assert answer.step_lengths == [1, 1, 1, 1]
     sent = engine.asked[0]["parameters"]
     assert sent["do_sample"] is False
     assert sent["return_details"] is True
@@ -189,9 +201,83 @@ def test_counters_that_are_no_numbers(engine, client):
 def test_a_policy_of_its_own_is_refused(client):
     with pytest.raises(EngineError, match=r"policy: expected this server's asd"):
         client.generate(ask(policy=Policy("strict")))
-    with pytest.raises(EngineError, match="LightLLM has no chain rule"):
+    with pytest.raises(EngineError, match=r"policy: chain is unsupported \(the sampled id"):
         client.generate(ask(policy=Policy("chain"), temperature=1.0))
     assert client.generate(ask(policy=None)).policy_key == ASD.key
+
+
+def test_a_first_id_that_no_prompt_gave_has_no_step_lengths(engine, client):
+    """The prompt was cached to its last id, so the first id is a step's and id 0 belongs to no prefill."""
+    engine.fault = "cached"
+    answer = client.generate(ask(8))
+    assert (answer.step_lengths, answer.steps) == (None, 4)
+
+
+def test_a_request_asked_again_under_its_seed(client):
+    """The same sampled request twice, its first record not fetched yet: one record each."""
+    first = ask(8, temperature=1.0, seed=77, policy=None)
+    client._post("/generate", body(first, 77), 5.0)
+    assert [client.generate(first).steps for _ in range(2)] == [4, 4]
+
+
+@pytest.fixture
+def bare(engine):
+    """A client of the same engine without an adapter."""
+    engine.telemetry.armed = False
+    made = connect("lightllm", engine.url, unarmed=True)
+    yield made
+    made.close()
+
+
+def test_an_unarmed_engine_is_told_by_its_own_totals(engine, bare):
+    answer = bare.generate(ask(8, policy=None))
+    assert answer.output_ids == list(range(100, 108))
+    assert (answer.steps, answer.proposed, answer.accepted, answer.cached_tokens) == (5, 35, 4, 2)
+    assert (answer.policy_key, answer.relaxed, answer.regret, answer.histogram, answer.step_lengths) == (
+        None,
+        0,
+        0.0,
+        [],
+        None,
+    )
+    assert [len(a.output_ids) for a in bare.generate_many([ask(n, policy=None) for n in (4, 6, 8)])] == [4, 6, 8]
+    engine.info["model_name"] = "default_model_name"
+    found = bare.server()
+    assert (found.target, found.draft, found.snapshot, found.nonce) == ("T", "D", None, None)
+    engine.info["model_name"] = "this launch"
+    assert bare.server().nonce == "this launch"
+
+
+def test_an_unarmed_engine_has_no_policy(bare):
+    with pytest.raises(EngineError, match="policy: expected none of an unarmed engine") as caught:
+        bare.generate(ask())
+    assert caught.value.kind == "identity"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("few", "count", "8 output ids, the engine counted 1 steps and 0 accepted drafts"),
+        ("negative-total", "garbled", "mtp_verify_token_num - mtp_verify_step_num: expected an integer from 0"),
+        ("lost", "count", "7 output ids"),
+    ],
+)
+def test_an_unarmed_engine_must_account_for_its_ids(engine, bare, fault, kind, words):
+    engine.fault = fault
+    with pytest.raises(EngineError, match=words) as caught:
+        bare.generate(ask(8, policy=None))
+    assert caught.value.kind == kind
+
+
+def test_an_armed_client_needs_the_folder():
+    with pytest.raises(ValueError, match="SPECACCEPT_TELEMETRY_DIR, found none"):
+        connect("lightllm", "http://127.0.0.1:1")
+
+
+def test_the_version_of_an_unarmed_engine_is_its_checkout_s(monkeypatch):
+    assert installed_version() == "unknown"
+    monkeypatch.syspath_prepend(str(DOUBLE))
+    assert installed_version().startswith("lightspec+seams.")
 
 
 def test_sampling_is_spelt_out():
