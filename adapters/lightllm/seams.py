@@ -301,8 +301,8 @@ def refusals(
     engine = _tree(file_of(root, SAMPLED_PATH))
     if engine is not None and _find(engine, "SpecEngine.sample_and_verify") is not None:
         reasons.append(
-            "DFlash2 sampled path (SpecEngine.sample_and_verify): verifies sampled requests elsewhere; its logits do not "
-            "pass the seam of sample"
+            "DFlash2 sampled path (SpecEngine.sample_and_verify): it verifies sampled requests elsewhere, and its "
+            "logits do not pass the seam of sample"
         )
     if file_of(root, FUSED).is_file() and environ.get(FUSED_OFF) != "1":
         reasons.append(
