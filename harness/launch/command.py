@@ -21,7 +21,8 @@ def command(config: Config, port: int, armed: bool = True, nonce: str | None = N
     """argv of the engine on 127.0.0.1:port; the reference engine takes port 0 and says which one it got.
 
     armed: false: the engine's own start module, without the adapter's. nonce: of this launch, where the engine itself
-    can say it back (SGLang's `--weight-version`): the only proof of identity of a server without the adapter.
+    can say it back (SGLang's `--weight-version`, LightLLM's `--model_name`): the only proof of identity of a server
+    without the adapter.
     """
     model, engine = config.model, config.engine
     gpus = max(model.gpus, 1)
@@ -59,6 +60,7 @@ def command(config: Config, port: int, armed: bool = True, nonce: str | None = N
             "mtp_step": model.block_size,
             "data_type": None if model.dtype == "auto" else model.dtype,
             "tp": gpus,
+            "model_name": nonce,
             "running_max_req_size": engine.max_running_requests,
             "host": "127.0.0.1",
             "port": port,
