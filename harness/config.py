@@ -90,6 +90,16 @@ class PolicyConfig:
     gate: float = math.inf
     max_mismatches: int | None = None
     suffix_value: str = "suffix"
+    epsilon: float | None = None
+    alpha: float | None = None
+    tau: float | None = None
+    top_n: int | None = None
+    delta: float | None = None
+    ratio: float | None = None
+    think_start: int | None = None
+    think_end: int | None = None
+    threshold_single: float | None = None
+    threshold_acc: float | None = None
     temperature: float = 0.0
     calibrated: bool = False
     source: str | None = None
