@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from adapters.arm import Arming, Refused, request_policy, serving_rule
-from adapters.policy import CUSTOM_PARAM, GREEDY_RULES, RULES, Policy, PolicyError
+from adapters.policy import CUSTOM_PARAM, GREEDY_RULES, REFERENCE_ONLY, REFERENCE_RULES, RULES, Policy, PolicyError
 from adapters.rules import block, sampling
 from adapters.rules.asd import BUDGET, AsdConfig
 from adapters.sglang import seams
@@ -45,7 +45,10 @@ def float32(value: float) -> float:
 
 @dataclass
 class State:
-    """One request. spent, relaxed, exhausted: of committed drafts only. outputs: output ids accounted for so far."""
+    """One request. spent, relaxed, exhausted: of committed drafts only. outputs: output ids accounted for so far.
+
+    lengths: accepted drafts of each verify step, those cut at the end included. verified: live drafts of all of them.
+    """
 
     policy: Policy
     rule: str
@@ -54,6 +57,8 @@ class State:
     spent: float = 0.0
     relaxed: int = 0
     exhausted: int = 0
+    verified: int = 0
+    lengths: list[int] = field(default_factory=list)
     rejections: list[tuple[float, int, int]] | None = None  # kept where the request asks for them
 
     @cached_property
@@ -74,6 +79,8 @@ class State:
             "regret": self.spent,
             "spent": self.spent,
             "budget_exhausted": self.exhausted,
+            "drafts_verified": self.verified,
+            "step_lengths": self.lengths,
         }
         return found if self.rejections is None else found | {"first_rejections": self.rejections}
 
@@ -114,6 +121,7 @@ class Adapter:
         self.refused: dict[str, str] = {}  # rule -> why this server cannot serve it
         self.caps: dict[int, SimpleNamespace] = {}
         self.native_sampled = "chain"  # what the engine does with a sampled row
+        self.differences: Tensor | None = None  # rows whose length was not rank 0's, where there are several ranks
         self.length_dtype = torch.int32  # of the engine's accept lengths: int64 in older releases
 
     # -- admission ----------------------------------------------------------------------------------------------
@@ -230,10 +238,32 @@ class Adapter:
             out = original(**kwargs)
         finally:
             step.logits = None
-        if self.worker.broadcasts:
-            for tensor in out:
-                self.worker.group.broadcast(tensor, src=0)
+        if self.worker.group is not None:
+            self._align(out, step)
         return out
+
+    def _align(self, out: Sequence[Tensor], step: Step) -> None:
+        """Tensor parallel: rank 0's answer is everyone's, and so is what its ledger was charged for it.
+
+        out: lengths, bonus ids and cut lengths, each [B] of an integer type; where the engine aligns them itself only
+        the ledger is set here. One small broadcast.
+        """
+        assert self.worker is not None
+        parts = list(out) if self.worker.broadcasts else [out[0]]
+        if step.detail is not None:
+            assert self.ledger is not None
+            slots = step.slots.long()
+            parts.append(self.ledger.spent.index_select(0, slots).view(torch.int32))
+        packed = torch.stack([part.long() for part in parts])
+        self.worker.group.broadcast(packed, src=0)
+        assert self.differences is not None
+        self.differences += (packed[0] != out[0]).sum()
+        if self.worker.broadcasts:
+            for own, first in zip(out, packed, strict=False):
+                own.copy_(first)
+        if step.detail is not None:
+            assert self.ledger is not None
+            self.ledger.spent.index_copy_(0, slots, packed[-1].int().view(torch.float32))
 
     def _capped(self, layout: Any, rows: int) -> SimpleNamespace:
         """The engine's verify lengths (anchor included), at most verify_cap drafts."""
@@ -340,6 +370,8 @@ class Adapter:
         counters.committed_tokens += kept
         live = self._verified(result, i)
         counters.drafts_verified += live
+        state.verified += live
+        state.lengths.append(int(accepted))
         if state.rejections is not None and committed == accepted < live:
             state.rejections.append((float(result.specaccept_rejected[i]), accepted, live))
         if state.rule != "asd":
@@ -404,18 +436,24 @@ class Adapter:
             sampling.fault(self.worker.device).zero_()
         snapshot = self.telemetry.snapshot()
         if self.worker is not None and self.worker.group is not None:
-            snapshot["ledger_spread"] = self._ledger_spread(self.worker.group)
+            snapshot["ranks"] = self._ranks(self.worker.group)
         return dict(original(worker) or {}) | {CUSTOM_PARAM: snapshot}
 
-    def _ledger_spread(self, group: Any) -> float:
-        """Largest difference, in nats, of any rank's ledger from rank 0's. Every rank answers the request for it."""
-        if self.ledger is None:
-            return 0.0
-        first = self.ledger.spent.clone()
-        group.broadcast(first, src=0)
-        spread = (self.ledger.spent - first).abs().max()
-        torch.distributed.all_reduce(spread, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
-        return float(spread)
+    def _ranks(self, group: Any) -> dict[str, Any]:
+        """How far the tensor-parallel ranks agree. Every rank answers the request for it, over the engine's CPU group.
+
+        differences: rows in which a rank's own accepted length was not rank 0's, of the rank with most; ledger_spread:
+        largest difference, in nats, of a rank's ledger from rank 0's.
+        """
+        assert self.differences is not None
+        differences = self.differences.cpu()  # waits for the device, and so for every step in flight
+        own = torch.zeros(1) if self.ledger is None else self.ledger.spent.cpu()
+        first = own.clone()
+        torch.distributed.broadcast(first, src=group.ranks[0], group=group.cpu_group)
+        spread = (own - first).abs().max()
+        for value in (differences, spread):
+            torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+        return {"size": group.world_size, "differences": int(differences), "ledger_spread": float(spread)}
 
     def clear(self, original: Callable, worker: Any) -> None:
         """POST /set_internal_state {"server_args": {"dspark_clear_info_records": 1}}."""
@@ -448,6 +486,8 @@ class Adapter:
             group=tensor_parallel_group(),
         )
         self.worker.broadcasts = self.worker.group is not None and not seams.since(self.version, seams.TP_SYNC_SINCE)
+        if self.worker.group is not None:
+            self.differences = torch.zeros((), dtype=torch.int64, device=self.worker.device)
         self.refused = refusals(worker, server_args, self.version)
         if getattr(worker._verify_executor, "_block_verification", False):
             self.native_sampled = NATIVE_BLOCK
@@ -579,4 +619,5 @@ def refusals(worker: Any, server_args: Any, version: str) -> dict[str, str]:
     engine = [] if seams.since(version, seams.NATIVE_BLOCK_SINCE) else [f"sglang {version} has no such kernel"]
     why = {"strict": every, "chain": every, "asd": every + greedy, "block": every + sampled}
     why[NATIVE_BLOCK] = every + sampled + engine
+    why |= {rule: [f"{rule} is {REFERENCE_ONLY}"] for rule in REFERENCE_RULES}
     return {rule: "; ".join(reasons) for rule, reasons in why.items() if reasons}

@@ -16,11 +16,12 @@ from sglang.srt.speculative.dflash_utils import validate_dflash_request
 from toy_engine import ToyWorker, request, server_args
 
 from adapters.arm import Arming, Refused
-from adapters.policy import RULES, Policy
+from adapters.policy import REFERENCE_ONLY, REFERENCE_RULES, RULES, Policy
 from adapters.sglang import plugin, seams
 from adapters.sglang.adapter import HOOKS, is_hooked
 
 OLD = not seams.since(sglang.__version__, seams.NATIVE_BLOCK_SINCE)  # no block verification of its own
+ALWAYS = set(REFERENCE_RULES) | ({"block-engine"} if OLD else set())  # refused on every server of this release
 WIDE, BLOCK = Policy("asd", budget=2.0), Policy("block")
 
 
@@ -96,7 +97,7 @@ def test_what_a_server_cannot_honour_is_refused_at_start_or_at_admission(adapter
     worker = ToyWorker(5)
     setattr(worker, attribute, value)
     adapter.arm(worker, server_args())
-    assert set(adapter.refused) == rules | ({"block-engine"} if OLD else set())
+    assert set(adapter.refused) == rules | ALWAYS
     for policy in (WIDE, BLOCK):
         message = validate_dflash_request(request(policy=policy), True)
         assert (message is not None) == (policy.rule in rules)
@@ -105,6 +106,17 @@ def test_what_a_server_cannot_honour_is_refused_at_start_or_at_admission(adapter
         if policy.rule in rules:
             with pytest.raises(Refused, match=why):
                 adapter.arm(worker, server_args())
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy("typical", epsilon=0.09, alpha=0.3), Policy("relaxed-ratio", top_n=3, ratio=0.5)], ids=str
+)
+def test_a_rule_of_the_reference_engine_is_refused_by_name(adapter, policy):
+    adapter.arm(ToyWorker(5), server_args())
+    assert validate_dflash_request(request(policy=policy), True).endswith(f"{policy.rule} is {REFERENCE_ONLY}")
+    adapter.arming = Arming(default=policy)
+    with pytest.raises(Refused, match=f"{policy.rule} is {REFERENCE_ONLY}"):
+        adapter.arm(ToyWorker(5), server_args())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +133,7 @@ def test_the_engines_own_block_verification_is_told_apart(adapter):
     worker = ToyWorker(5)
     worker._verify_executor._block_verification = True
     adapter.arm(worker, server_args())
-    assert set(adapter.refused) == {"chain", "block-engine"} if OLD else {"chain"}
+    assert set(adapter.refused) == ALWAYS | {"chain"}
     req = request("r", 0.7, WIDE)
     assert adapter.state(req).key == "block-engine"
 
