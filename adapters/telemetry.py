@@ -71,6 +71,7 @@ class Telemetry:
         self.engine = {"name": engine_name, "version": engine_version}
         self.default_policy = default_policy
         self.armed = False
+        self.capture: dict[str, Any] | None = None  # what a capture in force records: constant while it runs
         self.counters: dict[str, Counters] = {}
         self.files = file_hashes()  # hashed now: a file edited under a running server must not change its identity
 
@@ -96,4 +97,4 @@ class Telemetry:
             "armed": self.armed,
             "default_policy": None if self.default_policy is None else self.default_policy.to_json(),
             "counters": {key: asdict(counters) for key, counters in sorted(self.counters.items())},
-        }
+        } | ({} if self.capture is None else {"capture": self.capture})

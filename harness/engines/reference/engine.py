@@ -21,6 +21,7 @@ from adapters.policy import GREEDY_RULES, SAMPLED_RULES, Policy
 from adapters.rules import asd, block, chain
 from adapters.rules.asd import scalar
 from adapters.telemetry import Counters, Telemetry
+from harness.engines.reference.capture import Capture
 from harness.engines.reference.model import Target, argmax
 from harness.engines.reference.proposer import Proposer
 from harness.engines.reference.sampling import Sampling, draw, target_probs
@@ -55,6 +56,7 @@ class Request:
     spent: float = 0.0  # the ledger: a float32 value
     exhausted: int = 0
     rejections: list[tuple[float, int, int]] = field(default_factory=list)
+    captured: int = -1  # its number in the capture
     arrived: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
 
@@ -114,6 +116,7 @@ class Engine:
         self.admitted = 0
         self.steps = 0
         self.failure: str | None = None
+        self.capture: Capture | None = None
         self._wake = threading.Condition()
         self._stopping = False
 
@@ -161,6 +164,8 @@ class Engine:
                 self.waiting.clear()
             for request in rest:
                 self._end(request, {"type": "abort", "message": message})
+            if self.capture is not None:
+                self.capture.close()
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Run requests to their end in this thread."""
@@ -272,6 +277,8 @@ class Engine:
         self.running += new
         for request, token in zip(new, first.tolist(), strict=True):
             self._append(request, [token])
+        if self.capture is not None:
+            self.capture.enter(new)
         self._sweep(new)
 
     def _decode(self) -> None:
@@ -296,12 +303,18 @@ class Engine:
             z = logits[:, :k]
             regrets = (z.gather(2, top[:, :k, None]) - z.gather(2, drafts[..., None])).squeeze(2).tolist()
         self.steps += 1
-        for slot, (request, row) in enumerate(zip(running, host, strict=True)):
+        committed = [
             self._commit(request, row, regrets[slot] if regrets else None)
+            for slot, (request, row) in enumerate(zip(running, host, strict=True))
+        ]
+        if self.capture is not None:
+            draws = pick if isinstance(pick, Draws) else None
+            self.capture.step(running, committed, anchors, drafts, logits, top, draws)
         self._sweep(list(running))
 
-    def _commit(self, request: Request, row: list[int], regrets: list[float] | None) -> None:
-        """row: drafts [k], matched [k], argmax [k + 1] and, with sampled requests in the batch, length and bonus."""
+    def _commit(self, request: Request, row: list[int], regrets: list[float] | None) -> tuple[int, int, int]:
+        """row: drafts [k], matched [k], argmax [k + 1] and, with sampled requests in the batch, length and bonus.
+        -> drafts accepted, the bonus token, how many of these tokens were kept."""
         k, counters = self.drafts, request.counters
         drafts, matched = row[:k], row[k : 2 * k]
         charge: list[float] = []
@@ -336,6 +349,7 @@ class Engine:
         counters.drafts_verified += k
         counters.relaxed += relaxed
         counters.strict_accepted += kept - relaxed
+        return length, bonus, appended
 
     def _noise(self, request: Request, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device).exponential_(generator=request.generator)
@@ -357,6 +371,7 @@ class Draws:
         self.eta = torch.stack(eta)
         self.temperature = torch.tensor([r.params.temperature for r in self.requests], device=engine.device)[:, None]
         self.q: list[Tensor] = []
+        self.p = self.q_rows = self.temperature  # of the step, once `accept` has them
 
     def __call__(self, i: int, logits: Tensor) -> Tensor:
         ids = argmax(logits)
@@ -368,6 +383,7 @@ class Draws:
         """-> [length [n, 1], bonus [n, 1]], zeros in greedy rows."""
         p = target_probs(logits[self.rows], [r.params for r in self.requests])
         q = torch.stack(self.q, 1)
+        self.p, self.q_rows = p, q
         x, noise = drafts[self.rows], self.noise[:, -1]
         out = torch.zeros(2, len(drafts), 1, dtype=torch.int64, device=drafts.device)
         for rule, name in ((chain, "chain"), (block, "block")):

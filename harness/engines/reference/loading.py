@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from adapters import __version__
+from adapters.capture import CaptureError, Settings
 from adapters.policy import Policy
 from adapters.telemetry import Telemetry
+from harness.engines.reference.capture import Capture
 from harness.engines.reference.dspark import DraftConfig, DSparkDraft
 from harness.engines.reference.engine import Engine
 from harness.engines.reference.model import Target
@@ -187,6 +189,11 @@ def load(options: Options, default_policy: Policy | None = None) -> tuple[Engine
     set_threads(model, options.threads)
     draft = DSparkDraft.from_folder(draft_folder, model, dtype, options.device)
     engine = build(model, draft, options, default_policy, release=True)
+    try:
+        if (settings := Settings.from_environment()) is not None:
+            engine.capture = Capture(settings, engine, options.target, options.draft)
+    except CaptureError as error:
+        raise LoadError(str(error)) from None
     tokenizer = None
     if any((target_folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         from transformers import AutoTokenizer

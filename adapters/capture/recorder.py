@@ -1,0 +1,546 @@
+"""The recorder of one engine process: blocks in from the hot path, shards out from a thread of its own.
+
+The hot path never waits. On the CPU it copies the logits of a step and leaves the rest to the writer; on a GPU it
+queues the statistics on the engine's stream, a copy into pinned memory behind them, and an event that only the writer
+waits for. A block that finds the queue full is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters import __version__
+from adapters.capture import stats
+from adapters.capture.layout import (
+    COLUMNS,
+    DRAFT,
+    DRAWN,
+    FORMAT,
+    MANIFEST,
+    ROW,
+    ROWS,
+    TOP,
+    TOPS,
+    VERSION,
+    CaptureError,
+)
+from adapters.capture.settings import Settings
+from adapters.telemetry import file_hashes
+
+SHARD_BLOCKS = 4096
+SHARD_BYTES = 256 << 20
+SHARD_SECONDS = 30.0  # a process that is killed loses no more than this
+BATCH_BLOCKS, BATCH_BYTES = 64, 16 << 20  # what the writer takes at a time
+WAKE_SECONDS, WAKE_STEPS = 0.25, 32
+_DRAWN_COLUMNS = ("log_p", "log_q", "excess", "coin")
+
+
+@dataclass
+class Drawn:
+    """Rows of a step whose drafts were drawn. rows[j]: the row of Blocks that p[j] [K+1, V], q[j] [K, V] and coins[j]
+    [K] belong to; p after temperature, top-k and top-p, q what the drafts were really drawn from."""
+
+    rows: Sequence[int]
+    p: Tensor
+    q: Tensor
+    coins: Tensor | None = None
+
+
+@dataclass
+class Blocks:
+    """The verified blocks of one step, a row per request, as the engine's rule saw them.
+
+    requests: what `enter` returned. steps: verify step of the request, from 0. positions: its tokens in the KV cache.
+    flags: DRAWN, SAMPLED. temperatures: 1 for a greedy request. anchors [n], drafts [n, K], logits [n, K + 1, V],
+    top [n, K + 1] the engine's argmax, live [n] (None: K). length, bonus: what the engine accepted, lists or tensors
+    [n]. The tensors are copied; none of them need outlive the call.
+    """
+
+    requests: Sequence[int]
+    steps: Sequence[int]
+    positions: Sequence[int]
+    flags: Sequence[int]
+    temperatures: Sequence[float]
+    anchors: Tensor
+    drafts: Tensor
+    logits: Tensor
+    top: Tensor
+    length: Sequence[int] | Tensor
+    bonus: Sequence[int] | Tensor
+    live: Tensor | None = None
+    drawn: Drawn | None = None
+
+
+@dataclass
+class _Step:
+    """A step on its way to the writer: host lists, and tensors of the device or, packed, of pinned memory."""
+
+    host: dict[str, Sequence[Any]]
+    keep: Sequence[int]
+    tensors: dict[str, Tensor]
+    drawn_rows: Sequence[int]
+    size: int
+    event: Any = None
+    pinned: list[Tensor] = field(default_factory=list)
+
+
+class Recorder:
+    """One capture: a folder of shards and their manifest. about: engine, target, draft, tokenizer, policy, logits
+    (`raw` or `processed`), temperature_applied: what the adapter knows of its engine."""
+
+    def __init__(self, settings: Settings, name: str, drafts: int, vocabulary: int, about: Mapping[str, Any]) -> None:
+        try:
+            from safetensors.torch import save  # every engine that loads a checkpoint has it; only a capture needs it
+        except ImportError as error:
+            raise CaptureError(f"SPECACCEPT_CAPTURE: expected the package safetensors, found none ({error})") from None
+        self._save = save
+        self.settings, self.drafts, self.vocabulary = settings, drafts, vocabulary
+        self.folder = _new_folder(settings.folder, name)
+        self.seen = self.captured = self.ended = self.blocks = self.dropped = 0
+        self.error: str | None = None
+        self.shards: list[dict[str, Any]] = []
+        self._about = dict(about)
+        self._created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._requests: list[list[Any]] = []
+        self._ends: list[list[int]] = []
+        self._queue: deque[_Step] = deque()
+        self._added = self._taken = 0  # bytes; each is written by one thread alone
+        self._pool = _Pool(settings.queue_mb << 20)
+        self._wake, self._stopping = threading.Event(), False
+        self._open: list[dict[str, Tensor]] = []
+        self._open_rows: list[dict[str, Tensor]] = []
+        self._open_blocks = self._open_bytes = 0
+        self._born = time.monotonic()
+        self._manifest(closed=False)
+        self._thread = threading.Thread(target=self._run, name="specaccept-capture", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def from_environment(
+        cls, name: str, drafts: int, vocabulary: int, about: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+    ) -> Recorder | None:
+        """None where no capture is asked for. Raises CaptureError (a folder that cannot be made, a wrong variable)."""
+        settings = Settings.from_environment(environ)
+        return None if settings is None else cls(settings, name, drafts, vocabulary, about)
+
+    def describe(self) -> dict[str, Any]:
+        """For the adapter's snapshot: constant, so that it is part of what the engine is."""
+        return {"format": VERSION, "folder": self.folder.name, "rate": self.settings.rate, "rows": self.settings.rows}
+
+    # -- hot path
+
+    def enter(self, rid: str, policy: str, **facts: Any) -> int:
+        """A request that is about to run: its number in the capture, or -1 where the rate leaves it out.
+
+        policy: key of the rule that decides its blocks. facts: JSON values (temperature, top_k, ...).
+        """
+        nth, self.seen = self.seen, self.seen + 1
+        if not self.settings.takes(nth):
+            return -1
+        number, self.captured = self.captured, self.captured + 1
+        self._requests.append([number, {"rid": rid, "policy": policy, **facts}])
+        return number
+
+    def end(self, request: int, steps: int, kept: int) -> None:
+        """A request has ended after `steps` verify steps, the last of which gave it `kept` tokens, bonus included.
+
+        Steps that an engine ran for it beyond that (an overlapped one) are thereby void.
+        """
+        if request >= 0:
+            self._ends.append([request, steps, kept])
+            self.ended += 1
+
+    def add(self, blocks: Blocks) -> None:
+        """One step's blocks. Copies and returns; with the queue full, counts them as dropped and returns."""
+        keep = [i for i, number in enumerate(blocks.requests) if number >= 0]
+        if not keep:
+            return
+        if self.error is not None or self._stopping:
+            self.dropped += len(keep)
+            return
+        step = self._on_device(blocks, keep) if blocks.logits.is_cuda else self._on_cpu(blocks, keep)
+        if step is None:
+            self.dropped += len(keep)
+            return
+        self._added += step.size
+        self._queue.append(step)
+        if len(self._queue) >= WAKE_STEPS:
+            self._wake.set()
+
+    def _on_cpu(self, blocks: Blocks, keep: list[int]) -> _Step | None:
+        """Raw copies; the statistics are the writer's work."""
+        n, drawn = len(blocks.requests), blocks.drawn
+        every = len(keep) == n
+        size = blocks.logits[0].nbytes * len(keep) + (0 if drawn is None else drawn.p.nbytes + drawn.q.nbytes)
+        if self._added - self._taken + size > self.settings.queue_mb << 20:
+            return None
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor.clone() if every else tensor[keep]
+
+        tensors = {name: take(getattr(blocks, name)) for name in ("logits", "drafts", "top", "anchors")}
+        host = self._host(blocks, tensors)
+        if blocks.live is not None:
+            tensors["live"] = take(blocks.live)
+        if drawn is None:
+            return _Step(host, keep, tensors, (), size)
+        position = {row: i for i, row in enumerate(keep)}
+        chosen = [j for j, row in enumerate(drawn.rows) if row in position and blocks.flags[row] & DRAWN]
+        own = slice(None) if len(chosen) == len(drawn.rows) else chosen
+        tensors |= {"p": drawn.p[own], "q": drawn.q[own]}
+        if isinstance(own, slice):
+            tensors |= {name: tensors[name].clone() for name in ("p", "q")}
+        if drawn.coins is not None:
+            tensors["coin"] = drawn.coins[own].clone()
+        return _Step(host, keep, tensors, [position[drawn.rows[j]] for j in chosen], size)
+
+    def _on_device(self, blocks: Blocks, keep: list[int]) -> _Step | None:
+        """Statistics behind the engine's own kernels, then copies into pinned memory and an event. Nothing waits."""
+        n, drawn = len(blocks.requests), blocks.drawn
+        tensors: dict[str, Tensor] = {"anchors": blocks.anchors}
+        host = self._host(blocks, tensors)
+        if blocks.live is not None:
+            tensors["live"] = blocks.live
+        inverse = None
+        if any(t != 1 for t in blocks.temperatures):
+            scale = torch.tensor([1 / t for t in blocks.temperatures], dtype=torch.float32, pin_memory=True)
+            inverse = scale.to(blocks.logits.device, non_blocking=True)
+        columns = stats.of_logits(blocks.logits, blocks.drafts, blocks.top, inverse)
+        columns |= {name: tensor.int() for name, tensor in tensors.items()}
+        parts = [_pack(columns, n)]
+        if drawn is not None:
+            found = stats.of_probs(blocks.drafts[list(drawn.rows)], drawn.p, drawn.q)
+            if drawn.coins is not None:
+                found["coin"] = drawn.coins.float()
+            parts.append(_pack(found, len(drawn.rows)))
+        if self.settings.rows:
+            parts.append(blocks.logits.float().reshape(n, -1).view(torch.int32))
+            if drawn is not None:
+                parts += [each.float().reshape(len(drawn.rows), -1).view(torch.int32) for each in (drawn.p, drawn.q)]
+        pinned = self._pool.take([part.numel() for part in parts])
+        if pinned is None:
+            return None
+        for part, into in zip(parts, pinned, strict=True):
+            into[: part.numel()].copy_(part.reshape(-1), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        layout = {name: tensor[0].numel() for name, tensor in columns.items()}
+        host["columns"] = list(layout.items())
+        host["drawn columns"] = [] if drawn is None else [(name, self.drafts) for name in found]
+        rows = [] if drawn is None else list(drawn.rows)
+        size = sum(part.numel() * 4 for part in parts)
+        return _Step(host, keep, {}, rows, size, event, pinned)
+
+    def _host(self, blocks: Blocks, tensors: dict[str, Tensor]) -> dict[str, Sequence[Any]]:
+        """The lists of a step; length and bonus stay where the engine has them."""
+        host: dict[str, Sequence[Any]] = {
+            "request": list(blocks.requests),
+            "step": list(blocks.steps),
+            "position": list(blocks.positions),
+            "flags": list(blocks.flags),
+            "temperature": list(blocks.temperatures),
+        }
+        for name in ("length", "bonus"):
+            value = getattr(blocks, name)
+            if not isinstance(value, Tensor):
+                host[name] = list(value)
+            elif value.is_cuda:
+                tensors[name] = value
+            else:
+                host[name] = value.tolist()
+        return host
+
+    # -- writer
+
+    def close(self) -> None:
+        """Write what is queued and mark the manifest closed. Twice does nothing."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while True:
+                stopping = self._stopping  # read before the queue is: what came before it is written
+                self._drain()
+                if stopping:
+                    break
+                if self._open_blocks and time.monotonic() - self._born > SHARD_SECONDS:
+                    self._flush()
+                self._wake.wait(WAKE_SECONDS)
+                self._wake.clear()
+            self._flush()
+            self._manifest(closed=True)
+        except Exception as error:  # an engine serves on without its capture; the capture says that it is broken
+            self.error = f"{type(error).__name__}: {error}"
+            print(f"specaccept: capture stopped: {self.error}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                self._manifest(closed=False)
+
+    def _drain(self) -> None:
+        while self._queue:
+            steps: list[_Step] = []
+            blocks = size = 0
+            while self._queue and (not steps or (blocks < BATCH_BLOCKS and size < BATCH_BYTES)):
+                step = self._queue.popleft()
+                steps.append(step)
+                blocks, size = blocks + len(step.keep), size + step.size
+                if step.event is not None:
+                    break
+            self._append(_of_pinned(steps[0], self) if steps[0].event is not None else _of_cpu(steps, self))
+            self._taken += size
+            if self._open_blocks >= SHARD_BLOCKS or self._open_bytes >= SHARD_BYTES:
+                self._flush()
+
+    def _append(self, part: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+        columns, rows = part
+        if not self._open:
+            self._born = time.monotonic()
+        self._open.append(columns)
+        self._open_blocks += len(columns["request"])
+        self._open_bytes += sum(tensor.nbytes for tensor in (*columns.values(), *rows.values()))
+        if rows:
+            self._open_rows.append(rows)
+
+    def _flush(self) -> None:
+        """The open shard to disk, whole, and only then into the manifest."""
+        requests, self._requests = self._requests, []
+        ends, self._ends = self._ends, []
+        if not (self._open or requests or ends):
+            return
+        number = len(self.shards)
+        news = {"specaccept": json.dumps({"version": VERSION, "requests": requests, "ends": ends})}
+        empty = {} if self._open else {name: torch.empty(0, dtype=dtype) for name, dtype in COLUMNS.items()}
+        columns = {name: torch.cat([part[name] for part in self._open]) for name in COLUMNS} if self._open else empty
+        shard = {"blocks": self._open_blocks} | self._write(f"blocks-{number:05d}.safetensors", columns, news)
+        shard["rows"] = None
+        if self.settings.rows and self._open:
+            names = [name for name in ROWS if any(name in part for part in self._open_rows)]
+            full = {name: torch.cat([part[name] for part in self._open_rows if name in part]) for name in names}
+            shard["rows"] = self._write(f"rows-{number:05d}.safetensors", full, None)
+        self.shards.append(shard)
+        self.blocks += self._open_blocks
+        self._open, self._open_rows, self._open_blocks, self._open_bytes = [], [], 0, 0
+        self._manifest(closed=False)
+
+    def _write(self, name: str, tensors: dict[str, Tensor], news: dict[str, str] | None) -> dict[str, Any]:
+        content = self._save(tensors, metadata=news)
+        _write_whole(self.folder / name, content)
+        return {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    def _manifest(self, closed: bool) -> None:
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "created": self._created,
+            "closed": closed,
+            **self._about,
+            "adapter": {"version": __version__, "files": file_hashes()},
+            "K": self.drafts,
+            "vocabulary": self.vocabulary,
+            "top": min(TOP, self.vocabulary),
+            "rate": self.settings.rate,
+            "rows": self.settings.rows,
+            "requests": {"seen": self.seen, "captured": self.captured, "ended": self.ended},
+            "blocks": {"captured": self.blocks, "dropped": self.dropped},
+            "error": self.error,
+            "shards": self.shards,
+        }
+        _write_whole(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode() + b"\n")
+
+
+def _of_cpu(steps: list[_Step], recorder: Recorder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Columns and full rows of raw steps, measured together."""
+
+    def joined(name: str) -> Tensor:
+        parts = [step.tensors[name] for step in steps]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    logits, drafts, top = joined("logits"), joined("drafts"), joined("top")
+    host = {name: [step.host[name][i] for step in steps for i in step.keep] for name in steps[0].host}
+    temperature = torch.tensor(host["temperature"], dtype=torch.float32)
+    inverse = None if bool((temperature == 1).all()) else 1 / temperature
+    columns = stats.of_logits(logits, drafts, top, inverse)
+    columns["anchor"] = joined("anchors").int()
+    live = [step.tensors.get("live", torch.full((len(step.keep),), recorder.drafts)) for step in steps]
+    columns["live"] = torch.cat(live).int()
+    _finish(columns, host, temperature, recorder)
+    rows = {"target_logits": logits.float()} if recorder.settings.rows else {}
+    drawn = [step for step in steps if step.drawn_rows]
+    if drawn:
+        first, at = 0, []
+        for step in steps:
+            at += [first + row for row in step.drawn_rows]
+            first += len(step.keep)
+        p, q = (torch.cat([step.tensors[name] for step in drawn]) for name in ("p", "q"))
+        found = stats.of_probs(drafts[at], p, q)
+        unknown = torch.full((1, recorder.drafts), torch.nan)
+        coins = [step.tensors.get("coin", unknown.expand(len(step.drawn_rows), -1)) for step in drawn]
+        found["coin"] = torch.cat([coin.float() for coin in coins])
+        _merge(columns, found, at)
+        if recorder.settings.rows:
+            rows |= {"target_probs": p.float(), "draft_probs": q.float()}
+    return columns, rows
+
+
+def _of_pinned(step: _Step, recorder: Recorder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Columns and full rows of a step that the device measured. Waits for its copies, then frees the memory."""
+    step.event.synchronize()
+    n, K, V = len(step.host["request"]), recorder.drafts, recorder.vocabulary
+    packed = iter(step.pinned)
+    columns = _unpack(next(packed), step.host["columns"], n)
+    columns["anchor"] = columns.pop("anchors")
+    columns.setdefault("live", torch.full((n,), K, dtype=torch.int32))
+    host = {name: list(values) for name, values in step.host.items() if "columns" not in name}
+    _finish(columns, host, torch.tensor(host["temperature"], dtype=torch.float32), recorder)
+    chosen = [j for j, row in enumerate(step.drawn_rows) if host["flags"][row] & DRAWN]
+    at, m = [step.drawn_rows[j] for j in chosen], len(step.drawn_rows)
+    if m:
+        found = _unpack(next(packed), step.host["drawn columns"], m)
+        _merge(columns, {name: tensor[chosen] for name, tensor in found.items()}, at)
+    rows: dict[str, Tensor] = {}
+    if recorder.settings.rows:
+        mine = set(step.keep)
+        drawn = [j for j in chosen if step.drawn_rows[j] in mine]
+        full = {"target_logits": ((n, K + 1, V), list(step.keep))}
+        if m:
+            full |= {"target_probs": ((m, K + 1, V), drawn), "draft_probs": ((m, K, V), drawn)}
+        for (name, (shape, index)), buffer in zip(full.items(), packed, strict=True):
+            whole = buffer[: math.prod(shape)].view(torch.float32).view(shape)
+            if index:
+                rows[name] = whole[index]
+    columns = {name: tensor[list(step.keep)] for name, tensor in columns.items()}  # copies: the memory is used again
+    recorder._pool.give(step.pinned)
+    return columns, rows
+
+
+def _finish(columns: dict[str, Tensor], host: dict[str, Any], temperature: Tensor, recorder: Recorder) -> None:
+    """The columns that come from the host, and what holds where nothing was drawn: q one-hot, no coin."""
+    shape = (len(temperature), recorder.drafts)
+    for name in ("request", "step", "position", "flags", "length", "bonus"):
+        if name not in columns:
+            columns[name] = torch.tensor(host[name], dtype=torch.int32)
+    columns["temperature"] = temperature
+    columns["log_q"] = torch.zeros(shape)
+    columns["excess"] = torch.full(shape, torch.nan)
+    columns["coin"] = torch.full(shape, torch.nan)
+
+
+def _merge(columns: dict[str, Tensor], found: dict[str, Tensor], at: list[int]) -> None:
+    for name in _DRAWN_COLUMNS:
+        if name in found:
+            columns[name][at] = found[name]
+
+
+def _pack(columns: Mapping[str, Tensor], n: int) -> Tensor:
+    """[n, words] int32: one copy instead of many."""
+    parts = [tensor if tensor.dtype == torch.int32 else tensor.view(torch.int32) for tensor in columns.values()]
+    return torch.cat([part.reshape(n, -1) for part in parts], 1)
+
+
+def _unpack(packed: Tensor, widths: Sequence[tuple[str, int]], n: int) -> dict[str, Tensor]:
+    """The columns of _pack, with the types and shapes of layout.py."""
+    total = sum(width for _, width in widths)
+    pieces = packed[: n * total].view(n, total).split([width for _, width in widths], 1)
+    found = {}
+    for (name, _), piece in zip(widths, pieces, strict=True):
+        tensor = piece.contiguous()
+        if COLUMNS.get(name) == torch.float32:
+            tensor = tensor.view(torch.float32)
+        if name in TOPS:
+            tensor = tensor.view(n, -1, _top(widths))
+        found[name] = tensor if name in DRAFT or name in ROW or name in TOPS else tensor[:, 0]
+    return found
+
+
+def _top(widths: Sequence[tuple[str, int]]) -> int:
+    """How many logits are kept per row."""
+    sizes = dict(widths)
+    return sizes["top_ids"] // sizes["argmax"]
+
+
+class _Pool:
+    """Pinned memory, int32 words, at most `limit` bytes of it in all. take: the hot path; give: the writer."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.total = limit, 0
+        self.free: dict[int, deque[Tensor]] = {}
+
+    def take(self, sizes: Sequence[int]) -> list[Tensor] | None:
+        """A buffer of at least each size, or None."""
+        taken: list[Tensor] = []
+        for size in sizes:
+            room = 1 << max(size - 1, 1).bit_length()
+            waiting = self.free.setdefault(room, deque())
+            if waiting:
+                taken.append(waiting.popleft())
+            elif self.total + 4 * room <= self.limit:
+                taken.append(torch.empty(room, dtype=torch.int32, pin_memory=True))
+                self.total += 4 * room
+            else:
+                self.give(taken)
+                return None
+        return taken
+
+    def give(self, buffers: Sequence[Tensor]) -> None:
+        for buffer in buffers:
+            self.free[buffer.numel()].append(buffer)
+
+
+def describe_model(path: str) -> dict[str, Any]:
+    """Name of a model, without the folder it lies in, and the SHA-256 of its config where that is a local file."""
+    return {"name": Path(path).name if Path(path).is_dir() else path, "config_sha256": _hash(Path(path, "config.json"))}
+
+
+def describe_tokenizer(path: str) -> dict[str, Any]:
+    return {"sha256": _hash(Path(path, "tokenizer.json"))}
+
+
+def _hash(file: Path) -> str | None:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """parent/name-N that did not exist before."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for turn in range(100_000):
+            try:
+                (parent / f"{name}-{turn}").mkdir()
+            except FileExistsError:
+                continue
+            return parent / f"{name}-{turn}"
+    except OSError as error:
+        raise CaptureError(f"SPECACCEPT_CAPTURE: {parent}: {error.strerror}") from None
+    raise CaptureError(f"SPECACCEPT_CAPTURE: {parent}: no free name for {name}")
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """The file is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)

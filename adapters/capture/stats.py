@@ -1,0 +1,120 @@
+"""Row statistics in torch: what a shard keeps of [n, K + 1, V] target logits and, where drafts were drawn, of p and q.
+
+On the CPU this runs in the writer's thread, many blocks at a time. On a GPU it runs on the engine's stream, where it
+must not wait for the device: no branch there depends on a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters.capture.layout import TOP
+from adapters.rules import rowstats
+
+
+def of_logits(logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | None) -> dict[str, Tensor]:
+    """logits [n, K + 1, V] float, drafts [n, K], top [n, K + 1] the engine's argmax, inverse [n] 1/T (None: 1)
+    -> draft, rank, z_x, log_p [n, K]; argmax, ties, z_max, lse, entropy, entropy_raw [n, K + 1]; top_ids, top_logits.
+
+    The definitions are those of adapters/rules/rowstats, whose kernel a GPU runs.
+    """
+    logits, K = logits.float(), drafts.shape[1]
+    tops = logits.topk(min(TOP, logits.shape[2]), dim=-1)
+    columns = _by_kernel(logits, drafts, inverse) if logits.is_cuda else _by_torch(logits, drafts, top, inverse, tops)
+    scaled_x = columns["z_x"] if inverse is None else columns["z_x"] * inverse[:, None]
+    return columns | {
+        "draft": drafts.int(),
+        "argmax": top.int(),
+        "log_p": scaled_x - columns["lse"][:, :K],
+        "top_ids": tops.indices.int(),
+        "top_logits": tops.values,
+    }
+
+
+def _by_kernel(logits: Tensor, drafts: Tensor, inverse: Tensor | None) -> dict[str, Tensor]:
+    """In one pass over the vocabulary; in a second one the raw entropy, where some row has a temperature."""
+    K = drafts.shape[1]
+    ids = torch.nn.functional.pad(drafts, (0, 1))
+    scale = None if inverse is None else inverse[:, None].expand(-1, K + 1).contiguous()
+    found = rowstats.measure(logits, ids, scale)
+    raw = found.entropy if inverse is None else rowstats.measure(logits, ids).entropy
+    return {
+        "rank": found.rank[:, :K],
+        "z_x": found.z[:, :K],
+        "ties": found.ties,
+        "z_max": found.peak,
+        "lse": found.lse,
+        "entropy": found.entropy,
+        "entropy_raw": raw,
+    }
+
+
+def _by_torch(logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | None, tops: Any) -> dict[str, Tensor]:
+    """The same on a CPU, where the largest logits nearly always tell ties and rank without another pass."""
+    K, V = drafts.shape[1], logits.shape[2]
+    known = (drafts >= 0) & (drafts < V)
+    z_x = logits[:, :K].gather(2, drafts.clamp(0, V - 1)[..., None])[..., 0].masked_fill(~known, torch.nan)
+    z_max = logits.gather(2, top[..., None])[..., 0]
+    below = logits - z_max[..., None]
+    lse, entropy = _mass(below if inverse is None else below * inverse[:, None, None])
+    peak = z_max if inverse is None else z_max * inverse[:, None]
+    return {
+        "rank": _rank(logits[:, :K], drafts, z_x, tops.values[:, :K], tops.indices[:, :K]).int(),
+        "z_x": z_x,
+        "ties": _ties(logits, z_max, tops.values).int(),
+        "z_max": z_max,
+        "lse": torch.where(z_max.isinf(), z_max, peak + lse),
+        "entropy": entropy,
+        "entropy_raw": entropy if inverse is None else _mass(below)[1],
+    }
+
+
+def _mass(below: Tensor) -> tuple[Tensor, Tensor]:
+    """below [..., V]: (z - max z) / T -> log of the sum of exponentials, entropy. Used up: changed in place."""
+    weight = below.exp()
+    total = weight.sum(-1)
+    # A masked logit, -inf, has no weight and no part in the entropy.
+    return total.log(), total.log() - torch.linalg.vecdot(weight, below.clamp_(min=-1e4)) / total
+
+
+def _rank(logits: Tensor, ids: Tensor, z: Tensor, tops: Tensor, at: Tensor) -> Tensor:
+    """Tokens in front of each id, by value downwards and then by id; V where it has no logit."""
+    V, value = logits.shape[-1], z[..., None]
+    count = ((tops > value) | ((tops == value) & (at < ids[..., None]))).sum(-1)
+    if (deep := ~(z > tops[..., -1])).any():
+        rows, value, own = logits[deep], value[deep], ids[deep][:, None]
+        count[deep] = ((rows > value) | ((rows == value) & (torch.arange(V) < own))).sum(-1)
+    return count.masked_fill(z.isnan(), V)
+
+
+def _ties(logits: Tensor, z: Tensor, tops: Tensor) -> Tensor:
+    """How many logits of a row equal its maximum z; 0 where that is NaN."""
+    count = (tops == z[..., None]).sum(-1)
+    if (all_of_them := count == tops.shape[-1]).any():
+        count[all_of_them] = (logits[all_of_them] == z[all_of_them][:, None]).sum(-1)
+    return count
+
+
+def of_probs(drafts: Tensor, p: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """drafts [m, K] drawn from q [m, K, V]; p [m, K + 1, V] after temperature, top-k and top-p
+    -> log_p, log_q, excess [m, K] float32.
+
+    excess[i] = sum_v max(w_i p_i(v) - q_i(v), 0) with w_0 = 1, w_i = min(w_{i-1} p_{i-1}(x)/q_{i-1}(x), 1): all that
+    block verification asks of the vocabulary, and a function of the drafts alone, not of any coin.
+    """
+    K, V = q.shape[1:]
+    known = (drafts >= 0) & (drafts < V)
+    index = drafts.clamp(0, V - 1)[..., None]
+    p_x = p[:, :K].gather(2, index)[..., 0].float().masked_fill(~known, 0.0)
+    q_x = q.gather(2, index)[..., 0].float().masked_fill(~known, 0.0)
+    ratio = p_x / q_x
+    ratio = torch.where(ratio >= 0, ratio, 0.0)
+    w, sums = torch.ones_like(p_x[:, 0]), []
+    for i in range(K):
+        mass = w[:, None] * p[:, i] - q[:, i]
+        sums.append(torch.where(mass > 0, mass, 0.0).sum(-1))
+        w = (w * ratio[:, i]).clamp(max=1.0)
+    return {"log_p": p_x.log(), "log_q": q_x.log(), "excess": torch.stack(sums, 1).float()}
