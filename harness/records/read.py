@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from harness.records.run import JOURNAL, LOG, RECORD, REQUESTS, identity_digest, plan_digest, read_rows, sha256
+from harness.records.run import JOURNAL, LOG, RECORD, REQUESTS, identity_digest, plan_digest, read_rows, sha256, summed
 from harness.records.schema import METRIC_VERSION, SCHEMA_VERSION, Record, Row, seal
 
 
@@ -33,9 +33,10 @@ def read(folder: Path) -> Loaded:
         return Loaded(folder, None, [], [f"{folder.name}: {RECORD}: {str(error).splitlines()[0]}"])
     problems = [f"{folder.name}: {problem}" for problem in _problems(folder, record)]
     rows: list[Row] = []
-    if (folder / REQUESTS).exists() and not problems:
+    if record.requests_sha256 is not None and not problems:
         try:
             rows = read_rows(folder / REQUESTS)
+            problems += [f"{folder.name}: {problem}" for problem in _segments(record, rows)]
         except (OSError, ValueError) as error:  # msgspec's and Arrow's errors are ValueErrors
             problems.append(f"{folder.name}: {REQUESTS}: {str(error).splitlines()[0]}")
     return Loaded(folder, record, rows, problems)
@@ -44,7 +45,7 @@ def read(folder: Path) -> Loaded:
 def read_all(results: Path) -> list[Loaded]:
     """Every run below results/runs, oldest first."""
     runs = results / "runs"
-    return [read(folder) for folder in sorted(runs.iterdir()) if folder.is_dir()] if runs.is_dir() else []
+    return [read(folder) for folder in sorted(runs.glob("[!.]*")) if folder.is_dir()] if runs.is_dir() else []
 
 
 def _problems(folder: Path, record: Record) -> list[str]:
@@ -55,7 +56,8 @@ def _problems(folder: Path, record: Record) -> list[str]:
             problems.append(f"{name}: expected {expected!r}, found {found!r}")
 
     expect("id", folder.name, record.id)
-    expect("schema_version", SCHEMA_VERSION, record.schema_version)
+    if not 1 <= record.schema_version <= SCHEMA_VERSION:
+        problems.append(f"schema_version: expected 1 to {SCHEMA_VERSION}, found {record.schema_version}")
     expect("metric_version", METRIC_VERSION, record.metric_version)
     expect("seal (record.json was edited)", seal(record), record.seal)
     expect("identity.plan", plan_digest(record.identity), record.identity.plan)
@@ -71,6 +73,25 @@ def _problems(folder: Path, record: Record) -> list[str]:
         expect(LOG, record.engine_log_sha256, sha256(path) if path.exists() else None)
     if record.requests_sha256 is None and not (folder / JOURNAL).exists():
         problems.append(f"{JOURNAL}: expected the journal of an unfinished run, found none")
+    return problems
+
+
+def _segments(record: Record, rows: list[Row]) -> list[str]:
+    """Where the parts of a run do not make the whole: rows in no segment, counters that are not the segments' sums."""
+    if record.schema_version < 2 or not record.segments:
+        return []
+    problems = []
+    for number, segment in enumerate(record.segments):
+        found = sum(row.segment == number for row in rows)
+        if found != segment.rows:
+            problems.append(f"segments[{number}].rows: expected {found} (requests.parquet), found {segment.rows}")
+    if sum(segment.rows for segment in record.segments) != len(rows):
+        problems.append(f"segments: expected the {len(rows)} rows of {REQUESTS}, found rows of no segment")
+    again = msgspec.convert(msgspec.to_builtins(record), Record)
+    summed(again)
+    for name, arm in record.arms.items():
+        if again.arms[name] != arm:
+            problems.append(f"arms.{name}: counters: expected the sums over the segments, found others")
     return problems
 
 
