@@ -39,6 +39,7 @@ from adapters.capture.layout import (
     TOPS,
     VERSION,
     CaptureError,
+    shapes,
 )
 from adapters.capture.settings import Settings
 from adapters.telemetry import file_hashes
@@ -331,7 +332,8 @@ class Recorder:
             return
         number = len(self.shards)
         news = {"specaccept": json.dumps({"version": VERSION, "requests": requests, "ends": ends})}
-        empty = {} if self._open else {name: torch.empty(0, dtype=dtype) for name, dtype in COLUMNS.items()}
+        shape = shapes(0, self.drafts, self.vocabulary)
+        empty = {name: torch.empty(shape[name], dtype=dtype) for name, dtype in COLUMNS.items()}
         columns = {name: torch.cat([part[name] for part in self._open]) for name in COLUMNS} if self._open else empty
         shard = {"blocks": self._open_blocks} | self._write(f"blocks-{number:05d}.safetensors", columns, news)
         shard["rows"] = None

@@ -1,0 +1,1 @@
+"""Replay: every acceptance policy on one capture. README.md states the estimator and its limits."""
