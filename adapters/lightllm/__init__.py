@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from adapters.policy import REFERENCE_ONLY, REFERENCE_RULES
+
 SERVED_RULES = ("strict", "asd")
 ARGMAX_DRAFTS = "argmax drafts"
 
@@ -10,6 +12,8 @@ def unsupported_rule(rule: str) -> str | None:
     """Why this engine cannot serve a rule of adapters.policy; None: it can."""
     if rule in SERVED_RULES:
         return None
+    if rule in REFERENCE_RULES:
+        return REFERENCE_ONLY
     if rule.partition("-")[0] == "block":
         return ARGMAX_DRAFTS  # one-hot drafts: block verification equals the token rule, so it cannot gain
     if rule == "chain":
