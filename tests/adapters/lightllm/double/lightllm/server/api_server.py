@@ -1,7 +1,7 @@
 """LightLLM's HTTP API over an invented model: exact, instant and repeatable, armed as the adapter's account would be.
 
-The answer to a prompt is a function of its ids; a policy with a budget changes the last id of some. With a prompt cache a
-prompt asked again has no prefill: its first id comes from a verify step. FAKE_FAULT=b0: an empty budget changes ids too.
+The answer to a prompt is a function of its ids; a policy with a budget changes the last id of some. With a prompt
+cache a prompt asked again has no prefill: its first id is a verify step's. FAKE_FAULT=b0: an empty budget changes ids.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import os
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+import lightllm
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import lightllm
 from adapters.lightllm import exchange, seams
 from adapters.lightllm.account import Detail
 from adapters.policy import ENVIRONMENT, Policy
 from adapters.telemetry import Telemetry
-from dataclasses import asdict
 
 K = 7
 
