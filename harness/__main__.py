@@ -20,13 +20,16 @@ from harness.launch.base import LaunchError
 from harness.tasks import INCONCLUSIVE, find
 from harness.tasks.errors import TaskError
 
-WRITING = ("bench", "gate", "calibrate", "tables")  # tasks that leave something below out=
+WRITING = ("bench", "gate", "calibrate", "replay", "tables", "site")  # tasks that leave something below out=
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 TASKS = {
     "bench": "strict, asd-b0 and the policy, interleaved on one engine: throughput, accuracy, identity",
     "gate": "B = 0 against strict: complete token-id lists, with a positive control",
     "calibrate": "regret at first rejections of a strict arm -> a quantile policy",
-    "tables": "results/README.md and its plots, again, from the records",
+    "sweep": "a bench per point of a grid (a,b,c), resumable, by a Hydra launcher; its front",
+    "replay": "every policy on one capture: tokens per step, by phase, and predicted TPS (capture=DIR)",
+    "tables": "results/README.md, its plots and the site, again, from the records",
+    "site": "results/site/index.html alone: one page, no server",
     "tables-check": "whether tables and records hold together",
     "doctor": "what this machine can run, and why not",
 }
@@ -36,6 +39,8 @@ EXAMPLES = """
     python -m harness task=bench policy=asd policy.budget=4 out=/tmp/results
     python -m harness task=bench policy=block traffic=generated-code
     python -m harness task=gate traffic=generated limit=200
+    python -m harness task=sweep policy.budget=1,2,4 policy.gate=1,2 limit=60 sweep.launcher=joblib
+    python -m harness task=replay capture=DIR replay.times=[results/runs/ID]
     python -m harness task=bench launch=attach engine=sglang url=http://127.0.0.1:30000
 """
 
@@ -54,9 +59,12 @@ def usage() -> str:
         "names:",
         "  limit         items (default: what the traffic says)",
         "  data          folder of a local data set",
+        "  capture       folder that an engine under SPECACCEPT_CAPTURE wrote, for task=replay",
         "  url           server to measure, with launch=attach",
         "  out           root of records and tables (default: results)",
         "  seed          item order and sampling",
+        "  resume        continue an unfinished run of the same plan: stopped (default), failed, never",
+        "  sweep.        of task=sweep: task (bench, gate), launcher (serial, joblib, ray, slurm), jobs",
         "",
         "exit status: 0 pass, 1 fail, 2 inconclusive or not run, 128 + n stopped by signal n",
         "",
@@ -85,6 +93,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     interrupt.install()
     try:
+        if "task=sweep" in arguments:
+            from harness.sweep import run as sweep
+
+            return sweep(arguments)
         config: Config = load(arguments)
         if config.task.name in WRITING:
             check_writable(config.results)

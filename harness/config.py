@@ -25,7 +25,7 @@ from harness.traffic.sources import READS_DATA
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
-VERBATIM = ("url", "data", "out")  # free text: never read by Hydra's grammar
+VERBATIM = ("url", "data", "out", "capture")  # free text: never read by Hydra's grammar
 DRAFT_KINDS = ("dspark", "eagle3", "mtp-heads")
 FIXED_ARMS = ("strict", "asd-b0", "chain")  # arms of a run whatever its policy: their names stand for one rule each
 UNARMED = "unarmed"  # the arm of an engine without our adapter
@@ -327,6 +327,25 @@ class VerdictConfig:
             raise ConfigError(f"verdict.alpha: expected a number between 0 and 1, found {self.alpha!r}")
 
 
+@dataclass
+class ReplayConfig:
+    """What task=replay makes of a capture. policy: key of the policy whose blocks are read (None: strict, else chain,
+    else the only one). policies: names of those to replay (None: all of recipes/policy). asd_budgets, asd_gates,
+    asd_caps: a grid of ASD policies beside them, with the normalized suffix; empty: none. times: folders of bench runs
+    that the step-time curve is measured in. live: of bench runs that predictions are checked against (None: times).
+    parquet: write the scalars as Parquet beside the shards.
+    """
+
+    policy: str | None = None
+    policies: list[str] | None = None
+    asd_budgets: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    asd_gates: list[float] = field(default_factory=lambda: [0.25, 2.0])
+    asd_caps: list[int] = field(default_factory=lambda: [1, 2])
+    times: list[str] = field(default_factory=list)
+    live: list[str] | None = None
+    parquet: bool = True
+
+
 KINDS: dict[str, type] = {
     "model": ModelConfig,
     "policy": PolicyConfig,
@@ -346,6 +365,9 @@ class Config:
     """One run. `policy_source` says where the policy's numbers came from; it is filled in by `load`.
 
     arms: policies of a bench by name, the first is the baseline; None: strict, asd-b0 and the policy.
+    resume: an unfinished run of this plan is continued if it was `stopped` (or killed), or also if it `failed`; `never`.
+    sweep: the point this run is of one (harness/sweep.py); not asked for by name.
+    capture: of task=replay, the folder of what an engine captured.
     """
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(target="-", draft="-"))
@@ -362,9 +384,18 @@ class Config:
     limit: int | None = None
     out: str | None = None
     seed: int = 980406
+    resume: str = "stopped"
     policy_source: str = "recipe"
+    sweep: dict[str, Any] | None = None
+    capture: str | None = None
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
 
     def __post_init__(self) -> None:
+        if bool(self.capture) != (self.task.name == "replay"):
+            found = repr(self.capture) if self.capture else "nothing"
+            raise ConfigError(f"capture: task=replay expects capture=FOLDER, and no other task, found {found}")
+        if self.resume not in ("stopped", "failed", "never"):
+            raise ConfigError(f"resume: expected stopped, failed or never, found {self.resume!r}")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit: expected an integer >= 1, found {self.limit}")
         if self.launch.name == "attach" and not self.url:
@@ -381,7 +412,8 @@ class Config:
     def resolved(self) -> dict[str, Any]:
         """What the record keeps: plain JSON, without the place where the record lies."""
         value = asdict(self)
-        del value["out"], value["data"], value["limit"]
+        for name in ("out", "data", "limit", "resume", "sweep", "capture", "replay"):
+            del value[name]
         if self.traffic.data:  # the folder's content is in the data set's provenance; where it lay says nothing
             value["traffic"]["data"] = Path(self.traffic.data).name
         return plain(value)
@@ -444,6 +476,12 @@ def _verbatim(text: str) -> str:
     return text
 
 
+def hydra_override(text: str) -> str:
+    """An override of the command line as Hydra's own command line takes it: a field need not stand in its YAML."""
+    text = _verbatim(text)
+    return text if _is_known(text) else f"++{text}"
+
+
 def _check_names(overrides: Sequence[str]) -> set[str]:
     """The keys that are overridden; an unknown key or group member is an error with the choices.
 
@@ -453,7 +491,7 @@ def _check_names(overrides: Sequence[str]) -> set[str]:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ConfigError(f"{_first_line(error)} (expected NAME=VALUE, see --help)") from None
-    top = {item.name for item in fields(Config)} - {"policy_source"} | {EXPERIMENT}
+    top = {item.name for item in fields(Config)} - {"policy_source", "sweep"} | {EXPERIMENT}
     for override in parsed:
         key = override.key_or_group
         if key.partition(".")[0] not in top or override.package is not None:
