@@ -1,12 +1,14 @@
 """Bring an engine up, prove it is the right one, and always bring it down: process, attach (docker: not yet).
 
 A launcher is a module with `preflight(config)`, which refuses in one line what cannot run before anything is recorded,
-and the context manager `launch(config, log, policy) -> RunningEngine`.
+and the context manager `launch(config, log, policy) -> RunningEngine`. `process` has `start` too, so that several
+servers come up at once.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from adapters.policy import Policy
@@ -22,12 +24,31 @@ def preflight(config: Config) -> None:
     LAUNCHERS[config.launch.name].preflight(config)
 
 
-def launch(config: Config, log: Path, policy: Policy) -> AbstractContextManager[RunningEngine]:
+def launch(config: Config, log: Path, policy: Policy | None) -> AbstractContextManager[RunningEngine]:
     """The engine of `config`, its output appended to `log`. Raises LaunchError.
 
-    policy: the server's default; all that it serves where the engine has no policy per request.
+    policy: the server's default; all that it serves where the engine has no policy per request. None: no adapter.
     """
+    if policy is None and config.launch.name != "process":
+        raise LaunchError(f"an engine without its adapter needs launch=process, found {config.launch.name}")
     return LAUNCHERS[config.launch.name].launch(config, log, policy)
 
 
-__all__ = ["LaunchError", "RunningEngine", "launch", "preflight"]
+@contextmanager
+def launch_all(config: Config, servers: Sequence[tuple[Path, Policy | None]]) -> Iterator[list[RunningEngine]]:
+    """Several servers side by side: all are started, then each is waited for. Whatever happens, all are stopped.
+
+    servers: log and policy of each. Raises LaunchError.
+    """
+    if len(servers) == 1:
+        with launch(config, *servers[0]) as engine:
+            yield [engine]
+        return
+    if config.launch.name != "process":
+        raise LaunchError(f"several servers at once need launch=process, found {config.launch.name}")
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(process.start(config, log, policy)) for log, policy in servers]
+        yield [ready() for ready in waiting]
+
+
+__all__ = ["LaunchError", "RunningEngine", "launch", "launch_all", "preflight"]

@@ -32,11 +32,12 @@ from harness.engines.base import EngineClient, EngineError, Server
 from harness.launch.base import TELEMETRY, LaunchError, RunningEngine
 from harness.launch.capability import require
 from harness.launch.command import command, printable
-from harness.launch.ready import check_adapter, probe
+from harness.launch.ready import check_server, probe
 
 READY_LINE = re.compile(r"ready on (http://\S+)")
 POLL_S = 0.1
 PR_SET_PDEATHSIG = 1
+ARMING = ("SPECACCEPT_", "DSV41_")  # environment that arms an engine
 
 
 def preflight(config: Config) -> None:
@@ -44,30 +45,49 @@ def preflight(config: Config) -> None:
 
 
 @contextmanager
-def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]:
-    own_port = config.engine.name == "reference"
+def launch(config: Config, log: Path, policy: Policy | None) -> Iterator[RunningEngine]:
+    with start(config, log, policy) as ready:
+        yield ready()
+
+
+@contextmanager
+def start(config: Config, log: Path, policy: Policy | None) -> Iterator[Callable[[], RunningEngine]]:
+    """The engine's process; what is yielded waits until it is ready. Several can be started before one is waited for.
+
+    policy: None: the engine without its adapter. A child dies with the thread that started it (PR_SET_PDEATHSIG), so
+    this is called where the run lives.
+    """
+    own_port = config.engine.kind == "reference"
     port = 0 if own_port else _free_port()
-    argv = command(config, port)
     nonce = secrets.token_hex(8)
+    argv = command(config, port, armed=policy is not None, nonce=nonce)
     with ExitStack() as stack:
         telemetry = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specaccept-")))
-        environment = os.environ | {
-            NONCE: nonce,
-            ENVIRONMENT: json.dumps(policy.to_json()),
-            TELEMETRY: str(telemetry),
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment = _environment(config, policy, nonce, telemetry)
         output = stack.enter_context(log.open("ab"))
         written = _Log(log, output.tell())
         child = stack.enter_context(_child(argv, environment, output, config.launch.stop_timeout_s))
         check_alive = _watch(child, written)
         deadline = time.monotonic() + config.engine.ready_timeout_s
-        url = _announced(written, check_alive, deadline) if own_port else f"http://127.0.0.1:{port}"
-        client = connect(config.engine.api, url, telemetry)
-        stack.callback(client.close)
-        server = _ready(client, config, nonce, policy, check_alive, deadline)
-        how = {"kind": "process", "url": None, "command": printable(argv), "image_digest": None}
-        yield RunningEngine(client, server, nonce, how, check_alive)
+
+        def ready() -> RunningEngine:
+            url = _announced(written, check_alive, deadline) if own_port else f"http://127.0.0.1:{port}"
+            client = connect(config.engine.api, url, telemetry, unarmed=policy is None)
+            stack.callback(client.close)
+            server = _ready(client, config, nonce, policy, check_alive, deadline)
+            how = {"kind": "process", "url": None, "command": printable(argv), "image_digest": None}
+            return RunningEngine(client, server, nonce, how, check_alive)
+
+        yield ready
+
+
+def _environment(config: Config, policy: Policy | None, nonce: str, telemetry: Path) -> dict[str, str]:
+    """Of the child. Without a policy nothing is left that an adapter would read."""
+    if policy is None:
+        left = {name: value for name, value in os.environ.items() if not name.startswith(ARMING)}
+        return left | {"PYTHONUNBUFFERED": "1"} | config.engine.unarmed_env
+    own = {NONCE: nonce, ENVIRONMENT: json.dumps(policy.to_json()), TELEMETRY: str(telemetry), "PYTHONUNBUFFERED": "1"}
+    return os.environ | own
 
 
 @dataclass(frozen=True)
@@ -152,14 +172,19 @@ def _announced(log: _Log, check_alive: Callable[[], None], deadline: float) -> s
 
 
 def _ready(
-    client: EngineClient, config: Config, nonce: str, policy: Policy, check_alive: Callable[[], None], deadline: float
+    client: EngineClient,
+    config: Config,
+    nonce: str,
+    policy: Policy | None,
+    check_alive: Callable[[], None],
+    deadline: float,
 ) -> Server:
     """The server's own description, once it serves and has proven who it is."""
     while not client.healthy():
         _wait(check_alive, deadline, None)
     try:
         server = client.server()
-        check_adapter(config, server.snapshot, nonce, policy)
+        check_server(config, server, nonce, policy)
         probe(client, config, policy)
     except EngineError as error:
         check_alive()

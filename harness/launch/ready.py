@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from adapters.policy import Policy
 from harness.config import Config
-from harness.engines.base import EngineClient, EngineError, Request, Snapshot
+from harness.engines.base import EngineClient, EngineError, Request, Server, Snapshot
 
 PROBE_IDS = (1, 2, 3, 5, 7, 11)
 PROBE_TOKENS = 8
@@ -29,12 +29,25 @@ def check_adapter(config: Config, snapshot: Snapshot, nonce: str | None = None, 
             raise EngineError("identity", f"{name}: expected {expected!r}, found {found!r}")
 
 
-def probe(client: EngineClient, config: Config, policy: Policy) -> None:
+def check_server(config: Config, server: Server, nonce: str, policy: Policy | None) -> None:
+    """Raises EngineError("identity") unless this is the server of this launch, armed with the policy, or not at all.
+
+    An unarmed server has no snapshot, which its client sees to; its nonce is checked where the engine returns one.
+    """
+    if policy is not None:
+        if server.snapshot is None:
+            raise EngineError("identity", "specaccept: expected the adapter's snapshot, found none (not armed)")
+        check_adapter(config, server.snapshot, nonce, policy)
+    elif server.nonce not in (None, nonce):
+        raise EngineError("identity", f"nonce: expected {nonce!r}, found {server.nonce!r}")
+
+
+def probe(client: EngineClient, config: Config, policy: Policy | None) -> None:
     """Two greedy answers to the same ids. Raises EngineError.
 
-    policy: the server's default, asked for where the engine has no policy per request.
+    policy: the server's default, asked for where the engine has no policy per request; None: of an unarmed server.
     """
-    asked = Policy("strict") if config.engine.per_request_policy else policy
+    asked = Policy("strict") if policy is not None and config.engine.per_request_policy else policy
     answers = []
     for turn in range(2):
         request = Request(
@@ -48,5 +61,5 @@ def probe(client: EngineClient, config: Config, policy: Policy) -> None:
     first, second = (answer.output_ids for answer in answers)
     if first != second:
         raise EngineError("identity", f"probe: expected the same greedy ids twice, found {first} and {second}")
-    if answers[0].policy_key != asked.key:
-        raise EngineError("identity", f"probe: asked for policy {asked.key}, answered under {answers[0].policy_key!r}")
+    if answers[0].policy_key != (key := asked and asked.key):
+        raise EngineError("identity", f"probe: asked for policy {key}, answered under {answers[0].policy_key!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from types import TracebackType
@@ -24,7 +24,7 @@ WIDE = 240  # where the output is no terminal, nothing is folded
 class Bars:
     """A bar per arm on stderr: items done, tokens per second so far."""
 
-    def __init__(self, arms: Sequence[str], total: int) -> None:
+    def __init__(self, arms: Sequence[str], total: int | Mapping[str, int]) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -36,7 +36,10 @@ class Bars:
         )
         width = max(map(len, arms))
         self._tasks: dict[str, TaskID] = {
-            arm: self._progress.add_task(arm.ljust(width), total=total, tps="") for arm in arms
+            arm: self._progress.add_task(
+                arm.ljust(width), total=total if isinstance(total, int) else total[arm], tps=""
+            )
+            for arm in arms
         }
         self._totals = dict.fromkeys(arms, (0, 0.0))
 
@@ -52,9 +55,10 @@ class Bars:
     def add(self, row: Row) -> None:
         self._advance(row.arm, 1, len(row.output_ids), row.wall_s)
 
-    def add_all(self, rows: Sequence[Row]) -> None:
-        """Rows of one list request share their wall time."""
-        self._advance(rows[0].arm, len(rows), sum(len(row.output_ids) for row in rows), rows[0].wall_s)
+    def add_all(self, rows: Sequence[Row], wall_s: float | None = None) -> None:
+        """Rows of one arm that share their wall time: of a list request, or of a block of `wall_s` seconds."""
+        wall = rows[0].wall_s if wall_s is None else wall_s
+        self._advance(rows[0].arm, len(rows), sum(len(row.output_ids) for row in rows), wall)
 
     def _advance(self, arm: str, count: int, tokens: int, wall_s: float) -> None:
         done, wall = self._totals[arm][0] + tokens, self._totals[arm][1] + wall_s

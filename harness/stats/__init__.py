@@ -26,7 +26,7 @@ from harness.stats.throughput import (
     tokens_per_step,
     triplet_gain,
 )
-from harness.stats.verdict import EXIT_STATUS, Verdict, combine, holm, verdict
+from harness.stats.verdict import EXIT_STATUS, Verdict, combine, holm, step_down, verdict
 
 __all__ = [
     "CONFIDENCE",
@@ -54,6 +54,7 @@ __all__ = [
     "paired_accuracy",
     "ratio",
     "smallest_detectable_change",
+    "step_down",
     "tango",
     "throughput_change",
     "tokens_per_step",

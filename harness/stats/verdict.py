@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from harness.stats.estimate import Estimate
+from harness.stats.estimate import CONFIDENCE, Estimate
 
 Verdict = Literal["pass", "fail", "inconclusive"]
 EXIT_STATUS: dict[Verdict, int] = {"pass": 0, "fail": 1, "inconclusive": 2}
@@ -34,6 +34,28 @@ def combine(verdicts: Iterable[Verdict]) -> Verdict:
     if "fail" in found:
         return "fail"
     return "pass" if found == {"pass"} else "inconclusive"
+
+
+def step_down(
+    claims: Sequence[tuple[Callable[[float], Estimate], float, float]], alpha: float = 1 - CONFIDENCE
+) -> list[tuple[Verdict, Estimate]]:
+    """Verdicts of several comparisons at once, at level alpha together (Holm's step-down, by intervals).
+
+    claims: (interval at a confidence, at_least, at_most). Of k open ones each is looked at with confidence
+    1 - alpha / k; those it decides are done, and the rest are looked at again, until none is decided. The same as
+    `holm` where the interval is the set of values that a test at that level does not reject.
+    """
+    found: dict[int, tuple[Verdict, Estimate]] = {}
+    while len(found) < len(claims):
+        level = 1 - alpha / (len(claims) - len(found))
+        looked = {
+            place: (verdict(estimate := interval(level), at_least=low, at_most=high), estimate)
+            for place, (interval, low, high) in enumerate(claims)
+            if place not in found
+        }
+        done = {place: seen for place, seen in looked.items() if seen[0] != "inconclusive"}
+        found |= done or looked
+    return [found[place] for place in range(len(claims))]
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:

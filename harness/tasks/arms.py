@@ -7,31 +7,40 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from adapters.policy import GREEDY_RULES, Policy
-from harness.config import Config, PolicyConfig, member
-from harness.records.schema import Arm, Row
+from harness.config import UNARMED, Config, PolicyConfig, arm_policy, member
+from harness.records.schema import Arm, Record, Row
 from harness.tasks.limits import impossible, totals
 
 MIN_ACCEPTED = 0.1  # drafts per verify step: below it the draft is not this target's, whatever the counters say
+AGAIN = "-again"  # of the name of an arm that repeats the baseline's policy
 COUNTED = ("requests", "blocks", "drafts_verified", "relaxed")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One arm before it runs."""
+    """One arm before it runs. policy: None: the engine without its adapter."""
 
     name: str
-    policy: Policy
+    policy: Policy | None
     source: str
     temperature: float
 
     @property
     def greedy(self) -> bool:
-        return self.policy.rule in GREEDY_RULES
+        return self.temperature == 0
+
+    @property
+    def key(self) -> str:
+        return UNARMED if self.policy is None else self.policy.key
+
+    def again(self) -> Plan:
+        """The same policy as an arm of its own: what its change against this one shows is no policy's doing."""
+        return replace(self, name=f"{self.name}{AGAIN}")
 
     def record(self, expected: int) -> Arm:
         return Arm(
-            policy=self.policy.to_json(),
-            policy_key=self.policy.key,
+            policy={"rule": UNARMED} if self.policy is None else self.policy.to_json(),
+            policy_key=self.key,
             policy_source=self.source,
             temperature=self.temperature,
             expected=expected,
@@ -46,8 +55,16 @@ class Problem:
     text: str
 
 
+def policy_of(arm: Arm) -> Policy | None:
+    """Of a record's arm; None: the engine without its adapter."""
+    return None if arm.policy_key == UNARMED else Policy.from_json(arm.policy)
+
+
 def plan(config: Config) -> list[Plan]:
-    """The baseline, the identity arm of a greedy policy, and the policy itself; the first is the baseline."""
+    """The arms that were named; else the baseline, the identity arm of a greedy policy, and the policy itself. The
+    first is the baseline."""
+    if config.arms is not None:
+        return named(config, config.arms)
     wanted = config.policy
     if wanted.policy.rule in GREEDY_RULES:
         arms = [_fixed("strict"), _fixed("asd-b0")]
@@ -58,12 +75,37 @@ def plan(config: Config) -> list[Plan]:
     return arms
 
 
-def servers(config: Config, arms: Sequence[Plan]) -> list[list[Plan]]:
-    """The arms that share a server. One policy per server: one arm each, and the baseline again at the end, whose
-    change against itself is what the machine's drift alone makes of two servers."""
-    if config.engine.per_request_policy:
-        return [list(arms)]
-    return [[arm] for arm in (*arms, replace(arms[0], name=f"{arms[0].name}-again"))]
+def named(config: Config, names: Sequence[str]) -> list[Plan]:
+    found = {name: arm_policy(config, name) for name in names if name != UNARMED}
+    temperature = next((policy.temperature for policy, _ in found.values()), 0.0)
+    return [
+        Plan(name, None, "no adapter", temperature)
+        if name == UNARMED
+        else Plan(name, found[name][0].policy, found[name][1], found[name][0].temperature)
+        for name in names
+    ]
+
+
+def by_server(config: Config, arms: Sequence[Plan]) -> list[list[Plan]]:
+    """The arms that share a server: all that are asked for per request; an unarmed one, and every arm of an engine with
+    one policy per server, has its own."""
+    groups: dict[str, list[Plan]] = {}
+    for arm in arms:
+        alone = arm.policy is None or not config.engine.per_request_policy
+        groups.setdefault(arm.name if alone else "", []).append(arm)
+    return list(groups.values())
+
+
+def rounds(config: Config, arms: Sequence[Plan]) -> list[list[list[Plan]]]:
+    """Servers that are up at once, round by round: all of them with launch.together, else one after another.
+
+    One after another, the baseline comes again at the end: what of a change the machine's drift alone makes.
+    """
+    groups = by_server(config, arms)
+    if len(groups) == 1 or config.launch.together:
+        return [groups]
+    first = [arm for arm in arms if not arm.name.endswith(AGAIN)]
+    return [[group] for group in (*by_server(config, first), [arms[0].again()])]
 
 
 def _fixed(name: str, temperature: float | None = None) -> Plan:
@@ -71,41 +113,90 @@ def _fixed(name: str, temperature: float | None = None) -> Plan:
     return Plan(name, recipe.policy, "recipe", recipe.temperature if temperature is None else temperature)
 
 
+def sharing(record: Record) -> dict[str, list[str]]:
+    """The other arms of a server that count under the same key as this one."""
+    groups = record.workload.get("servers") or []
+    return {
+        name: [
+            other for other in group if other != name and record.arms[other].policy_key == record.arms[name].policy_key
+        ]
+        for group in groups
+        for name in group
+    }
+
+
 def moved(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, name: str) -> float:
     """How far one counter of a policy key went; a key that does not exist stands at 0."""
     return (after or {}).get(name, 0) - (before or {}).get(name, 0)
 
 
-def prove(name: str, arm: Arm, rows: Sequence[Row], block_size: int | None = None) -> list[Problem]:
+def prove(
+    name: str, arm: Arm, rows: Sequence[Row], block_size: int | None = None, shared: Sequence[Row] = ()
+) -> list[Problem]:
     """What speaks against this arm; empty when its policy demonstrably ran on exactly these requests.
 
-    block_size: K, where it is known.
+    block_size: K, where it is known. shared: rows of other arms that moved the same counters.
     """
     answered = [row for row in rows if row.error is None]
     failed = len(rows) - len(answered)
     if not answered:
         return [Problem("inconclusive", f"{name}: nothing was answered ({failed} of {arm.expected} requests failed)")]
-    problems = [_missing(name, arm, rows, failed), *_counts(name, arm, answered, failed), *_rule(name, arm, answered)]
-    limits = impossible(name, Policy.from_json(arm.policy), answered, block_size)
-    problems += [Problem("fail", text) for text in (*limits, *_totals(name, arm, answered, failed))]
-    return [problem for problem in problems if problem is not None]
+    policy = policy_of(arm)
+    others = [row for row in shared if row.error is None]
+    unsure = failed + len(shared) - len(others)
+    counted = _drafting(name, _told(answered)) if policy is None else _counts(name, arm, answered, others, unsure)
+    limits = impossible(name, policy or Policy("strict"), answered, block_size)
+    if policy is not None:
+        limits += _totals(name, arm, [*answered, *others], unsure)
+    broken = [Problem("fail", text) for text in limits]
+    found = [_missing(name, arm, rows, failed), *counted, *_rule(name, arm, policy, answered), *broken]
+    return [problem for problem in found if problem is not None]
 
 
 def prove_replicas(name: str, shares: Sequence[Mapping[str, float]], rows: Sequence[Row]) -> list[Problem]:
-    """What the counters of each replica say against this arm's rows: every item once, where it was counted."""
+    """What the counters of each replica say against the rows that moved them: every item once, where it was counted."""
     problems = []
-    if len({row.item for row in rows}) != len(rows):
+    if len({(row.arm, row.item, row.block) for row in rows}) != len(rows):
         problems.append(Problem("fail", f"{name}: an item was answered more than once"))
     for replica, share in enumerate(shares):
         own = [row for row in rows if row.replica == replica]
-        told, failed = _told([row for row in own if row.error is None]), any(row.error for row in own)
-        for field in COUNTED:
-            if share[field] < told[field] or (share[field] > told[field] and not failed):
-                text = f"the answers say {told[field]}, the counters moved by {share[field]:g}"
-                problems.append(Problem("fail", f"{name}: replica {replica}: {field}: {text}"))
+        problems += _against(f"{name}: replica {replica}", share, own)
     if stray := sorted({row.replica for row in rows} - set(range(len(shares)))):
         problems.append(Problem("fail", f"{name}: answers of replica {stray[0]}, found counters of {len(shares)}"))
     return problems
+
+
+def prove_blocks(blocks: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[Problem]:
+    """What the counters read at the borders of the blocks say: each block's arm counted its rows, and no other did.
+
+    blocks: number, arm, moved (None: unarmed) and others of each.
+    """
+    by_block: dict[int, list[Row]] = {}
+    for row in rows:
+        if row.block is not None:
+            by_block.setdefault(row.block, []).append(row)
+    problems = []
+    if unread := sorted(by_block.keys() - {block["block"] for block in blocks}):
+        problems.append(Problem("fail", f"block {unread[0]}: counters: expected a reading on both sides, found none"))
+    for block in blocks:
+        label, own = f"block {block['block']} ({block['arm']})", by_block.get(block["block"], [])
+        if strange := sorted({row.arm for row in own} - {block["arm"]}):
+            problems.append(Problem("fail", f"{label}: answers of {strange[0]}"))
+        if block["moved"] is not None:
+            problems += _against(label, block["moved"], own)
+        if block["others"]:
+            problems.append(Problem("fail", f"{label}: counters of {block['others'][0]} moved too"))
+    return problems
+
+
+def _against(label: str, share: Mapping[str, float], rows: Sequence[Row]) -> list[Problem]:
+    """Counters equal what the answers say, or exceed it where a failed request may have been counted too."""
+    told, failed = _told([row for row in rows if row.error is None]), any(row.error for row in rows)
+    return [
+        Problem("fail", f"{label}: {field}: the answers say {told[field]}, the counters moved by {share[field]:g}")
+        for field in COUNTED
+        if share[field] < told[field] or (share[field] > told[field] and not failed)
+    ]
 
 
 def _told(rows: Sequence[Row]) -> dict[str, int]:
@@ -126,23 +217,25 @@ def _missing(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> Problem |
     return Problem("inconclusive", f"{name}: answers: expected {arm.expected}, found {len(rows) - failed}{detail}")
 
 
-def _counts(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> list[Problem | None]:
+def _counts(name: str, arm: Arm, rows: Sequence[Row], others: Sequence[Row], failed: int) -> list[Problem]:
     """Counters against answers: equal, or at least as many where a failed request may have been counted too."""
-    problems: list[Problem | None] = []
-    told = _told(rows)
+    problems: list[Problem] = []
+    told = _told([*rows, *others])
     found = {field: moved(arm.counters_before, arm.counters_after, field) for field in COUNTED}
     if not any(found.values()):
         return [Problem("inconclusive", f"{name}: no counter of {arm.policy_key} moved: the policy never ran")]
     for field in COUNTED:
         if found[field] < told[field] or (found[field] > told[field] and not failed):
-            problems.append(
-                Problem(
-                    "fail", f"{name}: {field}: the answers say {told[field]}, the counters moved by {found[field]:g}"
-                )
-            )
-    if not told["blocks"] or not told["drafts_verified"]:
-        problems.append(Problem("inconclusive", f"{name}: no drafts were verified"))
-    return problems
+            text = f"the answers say {told[field]}, the counters moved by {found[field]:g}"
+            problems.append(Problem("fail", f"{name}: {field}: {text}"))
+    return [*problems, *_drafting(name, _told(rows))]
+
+
+def _drafting(name: str, told: Mapping[str, int]) -> list[Problem]:
+    """By the answers alone: without drafts there is nothing to accept."""
+    if told["blocks"] and told["drafts_verified"]:
+        return []
+    return [Problem("inconclusive", f"{name}: no drafts were verified")]
 
 
 def _totals(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> list[str]:
@@ -155,10 +248,9 @@ def _totals(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> list[str]:
     return totals(name, rows, went("committed_tokens"), drafts, went("regret_charged"), not failed)
 
 
-def _rule(name: str, arm: Arm, rows: Sequence[Row]) -> list[Problem | None]:
+def _rule(name: str, arm: Arm, policy: Policy | None, rows: Sequence[Row]) -> list[Problem | None]:
     """What the policy itself promises."""
     problems: list[Problem | None] = []
-    policy = Policy.from_json(arm.policy)
     relaxed = moved(arm.counters_before, arm.counters_after, "relaxed")
     before, after = ((side or {}).get("fallbacks", {}) for side in (arm.counters_before, arm.counters_after))
     fallen = {reason: count - before.get(reason, 0) for reason, count in after.items() if count > before.get(reason, 0)}
@@ -167,9 +259,9 @@ def _rule(name: str, arm: Arm, rows: Sequence[Row]) -> list[Problem | None]:
         problems.append(Problem("fail", f"{name}: served by another rule ({reasons})"))
     if others := sorted({row.policy_key for row in rows} - {arm.policy_key}):
         problems.append(Problem("fail", f"{name}: answers under policy {others[0]!r}, expected {arm.policy_key!r}"))
-    if policy.is_strict and relaxed:
+    if policy is not None and policy.is_strict and relaxed:
         problems.append(Problem("fail", f"{name}: relaxed: expected 0, the counter moved by {relaxed:g}"))
-    if policy.rule == "asd" and not policy.is_strict and not relaxed:
+    if policy is not None and policy.rule == "asd" and not policy.is_strict and not relaxed:
         problems.append(Problem("inconclusive", f"{name}: no mismatch was relaxed: the policy changed nothing"))
     steps, accepted = sum(row.steps for row in rows), sum(row.accepted for row in rows)
     if steps and accepted < MIN_ACCEPTED * steps:

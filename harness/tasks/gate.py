@@ -1,7 +1,9 @@
 """task=gate: complete token-id lists of B = 0 against strict, and a positive control that shows the gate can fail.
 
+The baseline is strict on the same server, or (task.baseline=unarmed) the engine without its adapter on one of its own.
 An engine that schedules list requests in order is asked in lists: equal token streams then make equal batches, so equal
-policies must give equal ids bit by bit. Any other engine is asked one request at a time.
+policies must give equal ids bit by bit. Any other engine is asked one request at a time, or task.concurrency of them.
+Nothing is timed, so servers that are up together are asked side by side.
 """
 
 from __future__ import annotations
@@ -9,33 +11,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from adapters.policy import GREEDY_RULES
 from harness.config import Config, member, settle_policy
+from harness.drive import drive
 from harness.publish.console import Bars, report
 from harness.publish.tables import write
+from harness.records import Row
 from harness.tasks import STATUS
-from harness.tasks.arms import Plan, plan
+from harness.tasks.arms import Plan, by_server, named, plan
 from harness.tasks.errors import TaskError
 from harness.tasks.session import Session, session
 from harness.tasks.summary import judge, summarize
-from harness.traffic import Item
 
 CONTROL = "control"
 
 
 def run(config: Config) -> int:
-    compared = plan(config)[:2]
-    if not compared[0].greedy:
+    if config.policy.policy.rule not in GREEDY_RULES:
         raise TaskError(f"gate: compares greedy policies, found policy={config.policy.name} (sampled): use task=bench")
-    arms = [*compared, _control(config)]
-    groups = [arms] if config.engine.per_request_policy else [[arm] for arm in arms]
-    with session(config, arms, _workload(config)) as this:
-        record, items = this.run.record, this.traffic.items
-        some = items[: config.task.control]
-        record.arms[CONTROL].expected = len(some)
-        for group in groups:
-            with this.serving(group), this.counted(group):
-                _ask(this, [arm for arm in group if arm.name != CONTROL], items)
-                _ask(this, [arm for arm in group if arm.name == CONTROL], some)
+    arms = [*named(config, [config.task.baseline, "asd-b0"]), _control(config)]
+    groups = by_server(config, arms)
+    turns = [groups] if config.launch.together else [[group] for group in groups]
+    with session(config, arms, _workload(config, groups)) as this:
+        record = this.run.record
+        record.arms[CONTROL].expected = len(this.traffic.items[: config.task.control])
+        totals = {name: arm.expected for name, arm in record.arms.items()}
+        with Bars(list(totals), totals) as bars:
+            for groups in turns:
+                with this.serving(*groups), this.counted([arm for group in groups for arm in group]):
+                    drive(lambda group: _ask(this, group, bars), groups, len(groups))
         record.summary = summarize(record, this.run.rows)
         record.gates, verdict = judge(record, this.run.rows)
         this.run.finish("complete", verdict)
@@ -44,34 +48,49 @@ def run(config: Config) -> int:
     return STATUS[verdict.outcome]
 
 
-def _workload(config: Config) -> dict[str, object]:
-    lists = config.engine.list_requests
+def _in_lists(config: Config) -> bool:
+    return config.engine.list_requests and config.task.concurrency is None
+
+
+def _workload(config: Config, groups: Sequence[Sequence[Plan]]) -> dict[str, object]:
+    lists, count = _in_lists(config), config.task.concurrency or 1
+    order = f"lists of {config.task.chunk}" if lists else "one request at a time"
+    if count > 1:
+        order = f"{count} in flight, {config.task.chunk} of an arm in a row"
     return {
-        "concurrency": config.engine.max_running_requests if lists else 1,
-        "order": f"lists of {config.task.chunk}" if lists else "one request at a time",
+        "concurrency": config.engine.max_running_requests if lists else count,
+        "order": order,
+        "servers": [[arm.name for arm in group] for group in groups],
     }
 
 
 def _control(config: Config) -> Plan:
     """The policy itself where it has a budget, else the model's asd."""
     wanted = plan(config)[-1]
-    if wanted.policy.is_strict:
+    if wanted.policy is None or wanted.policy.is_strict:
         config = replace(config, policy=member("policy", "asd"))
         settle_policy(config)
         wanted = Plan(CONTROL, config.policy.policy, config.policy_source, 0.0)
     return replace(wanted, name=CONTROL)
 
 
-def _ask(this: Session, arms: Sequence[Plan], items: Sequence[Item]) -> None:
-    """Every item of every arm, in lists where the engine takes them; the arms alternate list by list."""
-    if not arms:
-        return
-    chunk = this.config.task.chunk if this.config.engine.list_requests else 1
-    with Bars([arm.name for arm in arms], len(items)) as bars:
-        for first in range(0, len(items), chunk):
-            part = items[first : first + chunk]
-            for arm in arms:
-                rows = this.ask_many(arm, part, first) if chunk > 1 else [this.ask(arm, part[0], first)]
-                for row in rows:
-                    this.run.append(row)
-                bars.add_all(rows)
+def _ask(this: Session, arms: Sequence[Plan], bars: Bars) -> None:
+    """Every item of every arm of one server; the arms alternate chunk by chunk."""
+    config, count = this.config, this.config.task.concurrency or 1
+    chunk = config.task.chunk if _in_lists(config) or count > 1 else 1
+    jobs = list(enumerate(this.traffic.items))
+    for first in range(0, len(jobs), chunk):
+        if this.stopped():
+            return
+        for arm in arms:
+            part = jobs[first : min(first + chunk, this.run.record.arms[arm.name].expected)]
+            if _in_lists(config) and len(part) > 1:
+                for row in this.ask_many(arm, [item for _, item in part], first):
+                    _keep(this, row, bars)
+            else:
+                drive(lambda job, arm=arm: _keep(this, this.ask(arm, job[1], job[0]), bars), part, count)
+
+
+def _keep(this: Session, row: Row, bars: Bars) -> None:
+    if this.keep(row):
+        bars.add(row)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from typing import Any
 
-from adapters.policy import Policy
+from scipy.stats import fisher_exact
+
 from harness import stats
+from harness.config import UNARMED
 from harness.records.schema import Record, Row, Verdict
-from harness.tasks.arms import Problem, prove, prove_replicas
+from harness.tasks import blocks, verdicts
+from harness.tasks.arms import AGAIN, Problem, policy_of, prove, prove_blocks, prove_replicas, sharing
 from harness.tasks.limits import contradictions
 
 OUTCOMES = ("correct", "wrong", "unparsed", "truncated")
+DETERMINISTIC = "enable-deterministic-inference"  # SGLang's flag
+MORE_MISMATCHES = 0.01  # level at which an arm differs from the baseline more than the baseline from itself
 MORE_LOOPS = 0.02  # share of items that may loop beyond the baseline's before a row is not publishable
 
 
@@ -33,20 +39,76 @@ def by_arm(record: Record, rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {name: [row for row in rows if row.arm == name] for name in record.arms}
 
 
+def judged(record: Record) -> bool:
+    """Whether the record names what is a pass: older ones do not, and are read as they were written."""
+    return "verdict" in record.identity.config
+
+
 def summarize(record: Record, rows: Sequence[Row]) -> dict[str, Any]:
     """Per arm: its own numbers, and its change against the first arm over the items both answered.
 
     Only a bench has times: a gate may ask in lists, whose items have no wall of their own.
     """
-    timed = record.task == "bench"
     arms = by_arm(record, rows)
     baseline = next(iter(arms), None)
-    gpus = gpus_per_server(record)
-    summary = {name: _arm(arm_rows, timed, gpus) for name, arm_rows in arms.items()}
-    for name, arm_rows in arms.items():
-        if baseline is not None and name != baseline:
-            summary[name]["change"] = _change(arms[baseline], arm_rows, timed)
+    clock = Clock.of(record, rows)
+    summary = {name: _arm(name, arm_rows, clock) for name, arm_rows in arms.items()}
+    others = [name for name in arms if baseline is not None and name != baseline]
+    for name in others:
+        summary[name]["change"] = _change(record, arms[baseline], arms[name], name, clock)
+        if clock.blocks is not None:
+            summary[name]["triplets"] = clock.gain(name)
+    if judged(record) and record.task == "bench":
+        _judge(record, arms, summary, others, clock)
     return plain({"baseline": baseline, "arms": summary})
+
+
+def _judge(
+    record: Record, arms: Mapping[str, list[Row]], summary: dict[str, Any], others: Sequence[str], clock: Clock
+) -> None:
+    """Verdicts of the arms, and their accuracy tests corrected for how many there are."""
+    claims = []
+    for name in others:
+        pairs = _pairs(arms[clock.baseline], arms[name])
+        tokens, _ = _columns(pairs)
+        outcomes = [{row.item: row.outcome for row in side} for side in (arms[clock.baseline], arms[name])]
+        changes = {
+            "tps": partial(_tps_change, clock, pairs, name),
+            "length": lambda confidence, tokens=tokens: stats.change(*tokens, confidence=confidence),
+            "accuracy": lambda confidence, sides=outcomes: stats.paired_accuracy(*sides, confidence).change,
+        }
+        if not any(summary[name]["outcomes"].values()):
+            del changes["accuracy"]
+        claims += verdicts.claims(record, name, changes)
+    for name, verdict in verdicts.decided(claims, record.identity.config["verdict"]["alpha"]).items():
+        summary[name]["verdict"] = verdict
+    tested = [name for name in others if not name.endswith(AGAIN)]
+    found = [summary[name]["change"]["accuracy"] for name in tested]
+    for accuracy, p in zip(found, stats.holm([each["p_value"] for each in found]), strict=True):
+        accuracy["p_holm"] = p
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What a run's times are of. timed: false: of nothing. blocks: None: of requests, one at a time."""
+
+    baseline: str
+    timed: bool
+    gpus: int
+    max_drift: float
+    blocks: list[blocks.Timed] | None
+
+    @classmethod
+    def of(cls, record: Record, rows: Sequence[Row]) -> Clock:
+        drift = record.identity.config.get("verdict", {}).get("drift", stats.MAX_DRIFT)
+        found = blocks.timed(rows) if blocks.in_blocks(rows) else None
+        return cls(next(iter(record.arms), ""), record.task == "bench", gpus_per_server(record), drift, found)
+
+    def triplets(self, arm: str) -> list[tuple[blocks.Timed, blocks.Timed, blocks.Timed]]:
+        return blocks.triplets(self.blocks or [], self.baseline, arm)
+
+    def gain(self, arm: str, confidence: float = stats.CONFIDENCE) -> stats.TripletGain:
+        return blocks.gain(self.triplets(arm), self.max_drift, confidence)
 
 
 def gpus_per_server(record: Record) -> int:
@@ -57,33 +119,55 @@ def gpus_per_server(record: Record) -> int:
     return record.identity.config["model"]["gpus"]
 
 
-def _arm(rows: Sequence[Row], timed: bool, gpus: int) -> dict[str, Any]:
-    answered = [row for row in rows if row.error is None]
-    tokens, walls = [len(row.output_ids) for row in answered], [row.wall_s for row in answered]
+def _arm(name: str, rows: Sequence[Row], clock: Clock) -> dict[str, Any]:
+    """tokens, steps, drafts: of every answer. tokens_per_item, accuracy, outcomes: of the first one to each item."""
+    answers = [row for row in rows if row.error is None]
+    answered = list(_answered(rows).values())
+    again = {"clusters": [row.item for row in answers]} if len(answers) > len(answered) else {}
+    tokens, lengths = [len(row.output_ids) for row in answers], [len(row.output_ids) for row in answered]
     outcomes = Counter(row.outcome for row in answered if row.outcome in OUTCOMES)
     scored = sum(outcomes.values())
     return {
-        "items": len(rows),
+        "items": len({row.item for row in rows}),
         "answered": len(answered),
         "errors": dict(sorted(Counter(row.error for row in rows if row.error).items())),
         "tokens": sum(tokens),
-        "wall_s": math.fsum(walls) if timed else None,
-        "tps": stats.ratio(tokens, walls) if timed else None,
-        "tps_per_gpu": stats.ratio(tokens, [wall * gpus for wall in walls]) if timed and gpus else None,
-        "wall_per_item": stats.ratio(walls, [1] * len(walls)) if timed else None,
-        "tokens_per_item": stats.ratio(tokens, [1] * len(tokens)),
-        "tokens_per_step": stats.tokens_per_step(tokens, [row.steps for row in answered]),
-        "steps": sum(row.steps for row in answered),
-        "drafts_verified": sum(row.proposed for row in answered),
-        "drafts_accepted": sum(row.accepted for row in answered),
-        "histogram": _histogram(answered),
-        "relaxed": sum(row.relaxed for row in answered),
-        "regret": math.fsum(row.regret for row in answered),
-        "exhausted": sum(row.exhausted for row in answered),
+        **_times(name, answers, tokens, clock),
+        "tokens_per_item": stats.ratio(lengths, [1] * len(lengths)),
+        "tokens_per_step": stats.tokens_per_step(tokens, [row.steps for row in answers], **again),
+        "steps": sum(row.steps for row in answers),
+        "drafts_verified": sum(row.proposed for row in answers),
+        "drafts_accepted": sum(row.accepted for row in answers),
+        "histogram": _histogram(answers),
+        "relaxed": sum(row.relaxed for row in answers),
+        "regret": math.fsum(row.regret for row in answers),
+        "exhausted": sum(row.exhausted for row in answers),
         "outcomes": {name: outcomes[name] for name in OUTCOMES},
         "not_scored": len(answered) - scored,
         "accuracy": stats.wilson(outcomes["correct"], scored),
         "loops": stats.loop_share([row.output_ids for row in answered]),
+    }
+
+
+def _times(name: str, rows: Sequence[Row], tokens: Sequence[int], clock: Clock) -> dict[str, Any]:
+    """Of requests that share steps there is no wall per item: how long one waited says little of what it cost."""
+    if not clock.timed:
+        return dict.fromkeys(("wall_s", "tps", "tps_per_gpu", "wall_per_item"))
+    walls = [row.wall_s for row in rows]
+    if clock.blocks is not None:
+        return {
+            "wall_s": blocks.wall(clock.blocks, name),
+            "tps": blocks.rate(clock.blocks, name),
+            "tps_per_gpu": blocks.rate(clock.blocks, name, clock.gpus) if clock.gpus else None,
+            "wall_per_item": None,
+            "latency_per_item": stats.ratio(walls, [1] * len(walls), clusters=[row.item for row in rows]),
+            "blocks": sum(block.arm == name for block in clock.blocks),
+        }
+    return {
+        "wall_s": math.fsum(walls),
+        "tps": stats.ratio(tokens, walls),
+        "tps_per_gpu": stats.ratio(tokens, [wall * clock.gpus for wall in walls]) if clock.gpus else None,
+        "wall_per_item": stats.ratio(walls, [1] * len(walls)),
     }
 
 
@@ -93,30 +177,56 @@ def _histogram(rows: Sequence[Row]) -> list[int]:
     return [sum(row.histogram[n] for row in rows if n < len(row.histogram)) for n in range(width)]
 
 
-def _change(base: Sequence[Row], candidate: Sequence[Row], timed: bool) -> dict[str, Any]:
-    left, right = _answered(base), _answered(candidate)
-    pairs = [(left[item], right[item]) for item in left if item in right]
+def _change(record: Record, base: Sequence[Row], candidate: Sequence[Row], name: str, clock: Clock) -> dict[str, Any]:
+    pairs = _pairs(base, candidate)
     tokens, walls = _columns(pairs)
     accuracy = stats.paired_accuracy(
-        {row.item: row.outcome for row in base if row.outcome is not None or row.error},
-        {row.item: row.outcome for row in candidate if row.outcome is not None or row.error},
+        {row.item: row.outcome for row in _firsts(base) if row.outcome is not None or row.error},
+        {row.item: row.outcome for row in _firsts(candidate) if row.outcome is not None or row.error},
     )
-    loops = [
-        sum(stats.find_loop(row.output_ids) is not None for row in side) for side in (left.values(), right.values())
-    ]
-    return {
+    loops = [sum(stats.find_loop(row.output_ids) is not None for row in side) for side in zip(*pairs, strict=True)]
+    found = {
         "items": len(pairs),
-        "tps": stats.throughput_change(tokens[0], walls[0], tokens[1], walls[1]) if timed else None,
-        "wall_per_item": stats.change(walls[0], walls[1]) if timed else None,
-        "tokens_per_item": stats.change(tokens[0], tokens[1]),
-        "accuracy": accuracy,
+        "tps": _tps_change(clock, pairs, name) if clock.timed else None,
+        "wall_per_item": stats.change(*walls) if clock.timed and clock.blocks is None else None,
+        "tokens_per_item": stats.change(*tokens),
+        "accuracy": asdict(accuracy),
         "outputs_changed": sum(a.output_ids != b.output_ids for a, b in pairs),
-        "degenerate": loops[1] - loops[0] > max(1, MORE_LOOPS * len(pairs)),
+        "degenerate": bool(loops) and loops[1] - loops[0] > max(1, _loops(record) * len(pairs)),
     }
+    if clock.timed and clock.blocks is not None:
+        found["block_wall"] = blocks.wall_change(clock.triplets(name), clock.gain(name))
+    return found
+
+
+def _loops(record: Record) -> float:
+    return record.identity.config.get("verdict", {}).get("loops", MORE_LOOPS)
+
+
+def _tps_change(
+    clock: Clock, pairs: Sequence[tuple[Row, Row]], name: str, confidence: float = stats.CONFIDENCE
+) -> stats.Estimate:
+    if clock.blocks is not None:
+        return clock.gain(name, confidence).gain
+    tokens, walls = _columns(pairs)
+    return stats.throughput_change(tokens[0], walls[0], tokens[1], walls[1], confidence=confidence)
+
+
+def _firsts(rows: Sequence[Row]) -> list[Row]:
+    """The first row of each item: the baseline of a schedule of blocks answers an item several times."""
+    found: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: row.block or 0) if blocks.in_blocks(rows) else rows:
+        found.setdefault(row.item, row)
+    return list(found.values())
 
 
 def _answered(rows: Sequence[Row]) -> dict[str, Row]:
-    return {row.item: row for row in rows if row.error is None}
+    return {row.item: row for row in _firsts([row for row in rows if row.error is None])}
+
+
+def _pairs(base: Sequence[Row], candidate: Sequence[Row]) -> list[tuple[Row, Row]]:
+    left, right = _answered(base), _answered(candidate)
+    return [(left[item], right[item]) for item in left if item in right]
 
 
 def _columns(pairs: Sequence[tuple[Row, Row]]) -> tuple[list[list[int]], list[list[float]]]:
@@ -127,8 +237,8 @@ def _columns(pairs: Sequence[tuple[Row, Row]]) -> tuple[list[list[int]], list[li
 
 def identity(base: Sequence[Row], candidate: Sequence[Row], expected: int) -> dict[str, Any]:
     """Complete id lists compared, item by item. first: the first divergence, for whoever has to find out why."""
-    left = {row.item: row.output_ids for row in base if row.error is None}
-    right = {row.item: row.output_ids for row in candidate if row.error is None}
+    left = {item: row.output_ids for item, row in _answered(base).items()}
+    right = {item: row.output_ids for item, row in _answered(candidate).items()}
     compared = [item for item in left if item in right]
     different = [item for item in compared if left[item] != right[item]]
     return plain(
@@ -150,73 +260,157 @@ def _divergence(item: str, left: list[int], right: list[int], context: int = 4) 
     return {"item": item, "position": position, "base": left[span], "candidate": right[span]}
 
 
-def identity_problems(name: str, gate: Mapping[str, Any]) -> list[Problem]:
-    """Passes only if everything expected was compared, there was something, and nothing differed."""
+def identity_problems(
+    name: str,
+    gate: Mapping[str, Any],
+    base: str = "strict",
+    repeat: Mapping[str, Any] | None = None,
+    exact: bool = True,
+) -> list[Problem]:
+    """Passes only if everything expected was compared, there was something, and nothing differed.
+
+    base: the baseline. repeat: the baseline against itself, where it answered twice: as much as it differs, another arm may. exact: false:
+    batches are not reproducible, so a difference may be rounding.
+    """
     if gate["mismatches"]:
         first = gate["first"]
-        return [
-            Problem(
-                "fail",
-                f"{name}: {gate['mismatches']} of {gate['compared']} outputs differ from strict, "
-                f"first {first['item']} at token {first['position']}",
-            )
-        ]
+        text = (
+            f"{name}: {gate['mismatches']} of {gate['compared']} outputs differ from {base}, "
+            f"first {first['item']} at token {first['position']}"
+        )
+        if repeat is not None and repeat["mismatches"]:
+            own = f"{base}'s own answers differ in {repeat['mismatches']} of {repeat['compared']}"
+            return [Problem("fail", f"{text}; {own}")] if _more(gate, repeat) else []
+        if not exact:
+            return [Problem("inconclusive", f"{text}; batches are not reproducible here: it may be rounding")]
+        return [Problem("fail", text)]
     if gate["compared"] != gate["expected"] or not gate["compared"]:
         return [Problem("inconclusive", f"{name}: compared: expected {gate['expected']} > 0, found {gate['compared']}")]
     return []
 
 
+def _more(gate: Mapping[str, Any], repeat: Mapping[str, Any]) -> bool:
+    """Whether an arm differs from the baseline in more items than the baseline from itself (Fisher, one-sided, 1 %)."""
+    table = [[side["mismatches"], side["compared"] - side["mismatches"]] for side in (gate, repeat)]
+    return bool(fisher_exact(table, alternative="greater").pvalue < MORE_MISMATCHES)
+
+
 def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]:
     """Gates and verdict of a bench or gate, from the rows and the counters."""
-    arms = by_arm(record, rows)
+    arms, shared = by_arm(record, rows), sharing(record)
     size = record.identity.config["model"].get("block_size")
-    problems = [problem for name, arm in record.arms.items() for problem in prove(name, arm, arms[name], size)]
+    problems = []
+    for name, arm in record.arms.items():
+        others = [row for other in shared.get(name, []) for row in arms[other]]
+        problems += prove(name, arm, arms[name], size, others)
     problems += _contradictions(record, arms)
-    for name, shares in ((record.launch or {}).get("shards") or {}).items():
-        problems += prove_replicas(name, shares, arms[name])
+    launched = record.launch or {}
+    for name, shares in (launched.get("shards") or {}).items():
+        if policy_of(record.arms[name]) is not None:
+            own = [*arms[name], *(row for other in shared.get(name, []) for row in arms[other])]
+            problems += prove_replicas(name, shares, own)
+    if blocks.in_blocks(rows):
+        problems += prove_blocks(launched.get("blocks") or [], rows)
     gates: dict[str, Any] = {"armed": not problems}
-    if {"strict", "asd-b0"} <= set(arms):
-        gates["identity"] = identity(arms["strict"], arms["asd-b0"], record.arms["strict"].expected)
-        problems += identity_problems("asd-b0", gates["identity"])
+    problems += _identities(record, arms, gates)
     if "control" in arms:
         gates["control"] = _control(record, arms)
         problems += _control_problems(gates["control"])
     if record.task == "bench":
-        problems += _unbounded(arms)
+        problems += _unbounded(record, arms, rows)
+        if judged(record):
+            problems += [*_aa(record, arms, rows), *verdicts.problems(summarize(record, rows))]
+    if "stopped" in record.workload:
+        problems.append(Problem("inconclusive", f"stopped {record.workload['stopped']}"))
     return gates, decide(problems)
+
+
+def _identities(record: Record, arms: Mapping[str, list[Row]], gates: dict[str, Any]) -> list[Problem]:
+    """Every greedy arm that promises the baseline's ids, against it: an engine without its adapter, else strict."""
+    base = UNARMED if UNARMED in arms else "strict"
+    if base not in arms or record.arms[base].temperature > 0:
+        return []
+    same = [name for name, arm in record.arms.items() if (policy := policy_of(arm)) is None or policy.is_strict]
+    found = {
+        name: identity(arms[base], arms[name], min(record.arms[base].expected, record.arms[name].expected))
+        for name in same
+        if name != base and (name == "asd-b0" or judged(record))
+    }
+    repeat = None
+    if blocks.in_blocks(arms[base]):
+        repeat = gates["repeat"] = identity(arms[base], _seconds(arms[base]), 0)
+    if "asd-b0" in found:
+        gates["identity"] = found["asd-b0"]
+    if others := {name: gate for name, gate in found.items() if name != "asd-b0"}:
+        gates["identities"] = others
+    exact = reproducible(record) or repeat is not None
+    return [problem for name, gate in found.items() for problem in identity_problems(name, gate, base, repeat, exact)]
+
+
+def _seconds(rows: Sequence[Row]) -> list[Row]:
+    """The second answer to each item."""
+    first = {id(row) for row in _firsts([row for row in rows if row.error is None])}
+    return _firsts([row for row in rows if row.error is None and id(row) not in first])
+
+
+def reproducible(record: Record) -> bool:
+    """Whether equal token streams make equal arithmetic: one request at a time, lists that are scheduled in order, or
+    an engine told to be deterministic."""
+    ordered = str(record.workload.get("order", "")).startswith("lists")
+    flags = record.identity.config["engine"].get("flags") or {}
+    return record.workload.get("concurrency") == 1 or ordered or flags.get(DETERMINISTIC) is True
 
 
 def _contradictions(record: Record, arms: Mapping[str, list[Row]]) -> list[Problem]:
     """Of every arm with a budget. Only one request at a time is the same arithmetic as long as nothing is relaxed."""
-    if "strict" not in arms:
+    base = "strict" if "strict" in arms else UNARMED
+    if base not in arms:
         return []
     problems = []
+    strict = list(_answered(arms[base]).values())
     for name, arm in record.arms.items():
-        policy = Policy.from_json(arm.policy)
-        if policy.rule == "asd" and not policy.is_strict:
-            texts = contradictions(name, arms["strict"], arms[name], alone=record.workload.get("concurrency") == 1)
+        policy = policy_of(arm)
+        if policy is not None and policy.rule == "asd" and not policy.is_strict:
+            texts = contradictions(name, strict, arms[name], alone=record.workload.get("concurrency") == 1)
             problems += [Problem("fail", text) for text in texts]
     return problems
 
 
-def _unbounded(arms: Mapping[str, list[Row]]) -> list[Problem]:
+def _unbounded(record: Record, arms: Mapping[str, list[Row]], rows: Sequence[Row]) -> list[Problem]:
     """A change without an interval is a number that says nothing: of one item, or of times that are none."""
-    names = list(arms)
+    clock = Clock.of(record, rows)
     problems = []
-    for name in names[1:]:
-        left, right = _answered(arms[names[0]]), _answered(arms[name])
-        pairs = [(left[item], right[item]) for item in left if item in right]
-        tokens, walls = _columns(pairs)
-        tps = stats.throughput_change(tokens[0], walls[0], tokens[1], walls[1])
+    for name in list(arms)[1:]:
+        pairs = _pairs(arms[clock.baseline], arms[name])
+        tps = _tps_change(clock, pairs, name)
         if len(pairs) < 2 or not (math.isfinite(tps.low) and math.isfinite(tps.high)):
-            text = f"{name}: tokens/s: expected an interval around the change, found none on {len(pairs)} items"
+            on = f"{len(pairs)} items"
+            if clock.blocks is not None:
+                found = clock.gain(name)
+                limit = f"{100 * found.max_drift:g} %"
+                on = f"{tps.n} blocks, {len(found.rejected)} left out where the baseline moved by more than {limit}"
+            text = f"{name}: tokens/s: expected an interval around the change, found none on {on}"
+            problems.append(Problem("inconclusive", text))
+    return problems
+
+
+def _aa(record: Record, arms: Mapping[str, list[Row]], rows: Sequence[Row]) -> list[Problem]:
+    """The baseline's policy against itself must not differ: else no other change of this run says what made it."""
+    clock = Clock.of(record, rows)
+    problems = []
+    for name in arms:
+        tps = _tps_change(clock, _pairs(arms[clock.baseline], arms[name]), name) if name.endswith(AGAIN) else None
+        if tps is not None and not tps.low <= 0 <= tps.high:
+            found = f"{100 * tps.value:+.2f} % [{100 * tps.low:+.2f}, {100 * tps.high:+.2f}]"
+            text = f"{name}: tokens/s: expected an interval around 0 for the same policy twice, found {found}"
             problems.append(Problem("inconclusive", text))
     return problems
 
 
 def _control(record: Record, arms: Mapping[str, list[Row]]) -> dict[str, Any]:
     """Whether a policy with a budget does change something: else equal ids would say nothing."""
-    strict = {row.item: row.output_ids for row in arms["strict"] if row.error is None}
+    base = UNARMED if UNARMED in arms else "strict"
+    strict = {row.item: row.output_ids for row in arms[base] if row.error is None}
     rows = [row for row in arms["control"] if row.error is None and row.item in strict]
     return {
         "policy": record.arms["control"].policy_key,
