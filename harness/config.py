@@ -365,7 +365,8 @@ class Config:
     """One run. `policy_source` says where the policy's numbers came from; it is filled in by `load`.
 
     arms: policies of a bench by name, the first is the baseline; None: strict, asd-b0 and the policy.
-    resume: an unfinished run of this plan is continued if it was `stopped` (or killed), or also if it `failed`; `never`.
+    resume: an unfinished run of this plan is continued if it was `stopped` (or killed); `failed`: also if it failed;
+    `never`.
     sweep: the point this run is of one (harness/sweep.py); not asked for by name.
     capture: of task=replay, the folder of what an engine captured.
     """

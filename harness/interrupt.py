@@ -16,7 +16,11 @@ class Interrupted(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
-        self.status = 128 + number
+        self.number, self.status = number, 128 + number
+
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[int]]:
+        """As it comes back from another process."""
+        return Interrupted, (self.number,)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -35,11 +35,13 @@ def commit_time() -> str | None:
     return _git("log", "-1", "--format=%cI")
 
 
+@lru_cache(maxsize=1)
 def code() -> dict[str, Any]:
     """Commit, whether the code differs from it, and the SHA-256 of the code as it lies on disk.
 
-    dirty looks at the code alone: records and tables that a run leaves behind do not make the next one dirty.
-    commit and dirty are None outside a git checkout; the SHA-256 still names the content.
+    As this process found them when it first asked. dirty looks at the code alone: records and tables that a run leaves
+    behind do not make the next one dirty. commit and dirty are None outside a git checkout; the SHA-256 still names the
+    content.
     """
     status = _git("status", "--porcelain", "--untracked-files=all", "--", *CODE)
     return {
@@ -49,7 +51,6 @@ def code() -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=1)
 def _content() -> str:
     digest = hashlib.sha256()
     for top in CODE:

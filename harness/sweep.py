@@ -1,0 +1,360 @@
+"""task=sweep: one bench (or gate) per point of a grid of Hydra overrides, by Hydra multirun and its launchers.
+
+    python -m harness task=sweep policy.budget=1,2,4 policy.gate=1,2 traffic=generated limit=60 out=PATH
+    python -m harness task=sweep sweep.launcher=joblib sweep.jobs=2 ...
+
+Every override with several values (a,b,c or Hydra's range()) is an axis; the rest is shared. Hydra makes the jobs and
+hands them to the launcher; a job composes its configuration as any run does. A job whose plan has a complete record is
+skipped, one whose run was cut off continues it: a sweep that was killed is started again with the same command.
+
+Hydra leaves nothing behind: no log, no working directory. Its launchers keep their options (hydra.launcher.NAME=VALUE).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import itertools
+import math
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+import msgspec
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from harness import interrupt
+from harness.config import RECIPES, Config, ConfigError, hydra_override, load
+from harness.records.provenance import identity
+from harness.records.read import read, read_all
+from harness.records.run import complete, wait
+from harness.records.sweeps import Manifest, Point, joined, manifest, write
+from harness.stats.estimate import Estimate
+from harness.stats.pareto import Point as Spot
+from harness.stats.pareto import front
+from harness.tasks import FAIL, INCONCLUSIVE, PASS, find
+from harness.tasks.errors import TaskError
+from harness.traffic import load as load_traffic
+
+OWN = "sweep."
+TASKS = ("bench", "gate")
+LAUNCHERS = {  # name: (Hydra's name, distribution, extra)
+    "serial": ("basic", None, None),
+    "joblib": ("joblib", "hydra_joblib_launcher", "sweep"),
+    "ray": ("ray", "hydra_ray_launcher", "ray"),
+    "slurm": ("submitit_slurm", "hydra_submitit_launcher", "slurm"),
+}
+PLACES = ("out", "data", "url")
+
+
+@dataclass
+class Options:
+    """sweep.NAME=VALUE. task: of each job. launcher: of LAUNCHERS. jobs: at a time, here or in Slurm's array.
+
+    jobs is 1 unless asked: benches that share a machine measure each other.
+    """
+
+    task: str = "bench"
+    launcher: str = "serial"
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        for name, choices in (("task", TASKS), ("launcher", tuple(LAUNCHERS))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"sweep.{name}: expected one of {', '.join(choices)}, found {getattr(self, name)!r}")
+        if self.jobs < 1:
+            raise ConfigError(f"sweep.jobs: expected an integer >= 1, found {self.jobs}")
+        package, extra = LAUNCHERS[self.launcher][1:]
+        if package and importlib.util.find_spec(f"hydra_plugins.{package}") is None:
+            needed = package.replace("_", "-")
+            raise ConfigError(f"sweep.launcher: {self.launcher} needs {needed}: pip install 'specaccept[{extra}]'")
+
+
+def options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """sweep.NAME=VALUE, and the rest."""
+    own = {}
+    for text in arguments:
+        name, _, value = text.partition("=")
+        if name.startswith(OWN):
+            own[name.removeprefix(OWN)] = value
+    if unknown := sorted(set(own) - set(Options.__dataclass_fields__)):
+        known = ", ".join(OWN + name for name in Options.__dataclass_fields__)
+        raise ConfigError(f"unknown override {OWN}{unknown[0]!s}, expected one of {known}")
+    try:
+        found = msgspec.convert(own, dict[str, str])
+        jobs = int(found.pop("jobs", "1"))
+    except ValueError:
+        raise ConfigError(f"sweep.jobs: expected an integer >= 1, found {own['jobs']!r}") from None
+    rest = [text for text in arguments if not text.startswith((OWN, "task="))]
+    return Options(**found, jobs=jobs), rest
+
+
+@dataclass(frozen=True)
+class Grid:
+    """base: overrides all points share. axes: `name` -> its values as text. launcher: overrides of Hydra itself."""
+
+    base: list[str]
+    axes: dict[str, list[str]]
+    launcher: list[str]
+
+    def points(self) -> Iterator[list[str]]:
+        """The overrides of each point, axes only, the last one fastest."""
+        for values in itertools.product(*self.axes.values()):
+            yield [f"{name}={value}" for name, value in zip(self.axes, values, strict=True)]
+
+
+def grid(overrides: Sequence[str]) -> Grid:
+    base, axes, launcher = [], {}, []
+    for text, override in zip(overrides, _parsed(overrides), strict=True):
+        if override.key_or_group.startswith(("hydra.", "hydra/")):
+            launcher.append(text)
+        elif not override.is_sweep_override():
+            base.append(text)
+        elif override.is_discrete_sweep():
+            axes[text.partition("=")[0]] = list(override.sweep_string_iterator())
+        else:
+            raise ConfigError(f"{override.key_or_group}: expected values to try in turn (a,b,c), found {text}")
+    if not axes:
+        raise ConfigError("sweep: expected an override with several values, as in policy.budget=1,2,4, found none")
+    return Grid(base, axes, launcher)
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides([hydra_override(text) for text in overrides])
+    except HydraException as error:
+        raise ConfigError(f"{str(error).splitlines()[0]} (expected NAME=VALUE, see --help)") from None
+
+
+def _values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Names and typed values; `inf` is text, since JSON has no number for it."""
+    found = {override.key_or_group: override.value() for override in _parsed(overrides)}
+    return {name: str(value) if value in (math.inf, -math.inf) else value for name, value in found.items()}
+
+
+@lru_cache(maxsize=8)
+def _provenance(options: str) -> dict[str, Any]:
+    return load_traffic(msgspec.json.decode(options)).provenance
+
+
+def plan(config: Config) -> str:
+    """Digest of all that this configuration asks for: the plan its record will have."""
+    try:
+        return identity(config, _provenance(msgspec.json.encode(config.traffic.options()).decode())).plan
+    except (ValueError, OSError) as error:
+        raise TaskError(str(error).splitlines()[0]) from None
+
+
+def planned(task: str, wanted: Grid) -> tuple[Manifest, Path]:
+    """The sweep and its root of results. Every point is composed and checked before the first one runs."""
+    points, results = [], None
+    for own in wanted.points():
+        config = load([f"task={task}", *wanted.base, *own])
+        results = config.results
+        points.append(Point(_values(own), plan(config)))
+    assert results is not None
+    base = [text for text in wanted.base if text.partition("=")[0] not in PLACES]
+    axes = {
+        name: [_values([f"{name}={value}"])[name.lstrip("+")] for value in values]
+        for name, values in wanted.axes.items()
+    }
+    return manifest(task, base, axes, points), results
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The whole sweep. Raises ConfigError, TaskError."""
+    own, overrides = options(arguments)
+    wanted = grid(overrides)
+    asked, results = planned(own.task, wanted)
+    write(results, asked)
+    todo = [point for point in asked.points if complete(results / "runs", point.plan) is None]
+    there = len(asked.points) - len(todo)
+    say(f"sweep {asked.id}: {len(asked.points)} points, {there} already complete")
+    if todo:
+        multirun(own, wanted, asked, results)
+    return report(asked, results)
+
+
+def multirun(own: Options, wanted: Grid, asked: Manifest, results: Path) -> None:
+    """Hydra's own multirun, as from its command line, in a folder that goes when it ends."""
+    with _folder(own, asked, results) as folder:
+        name = LAUNCHERS[own.launcher][0]
+        settings = [
+            f"hydra/launcher={name}",
+            f"hydra.sweep.dir='{folder}'",
+            "hydra.sweep.subdir=.",
+            *_jobs(own, wanted),
+        ]
+        settings += ["hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null"]
+        axes = [f"{axis}={','.join(values)}" for axis, values in wanted.axes.items()]
+        overrides = [hydra_override(text) for text in (f"task={own.task}", *wanted.base, *axes)]
+        before = sys.argv
+        sys.argv = [before[0], "--multirun", *settings, *wanted.launcher, *overrides]
+        try:
+            hydra.main(str(RECIPES), "config", version_base="1.3")(_task(asked))()
+        finally:
+            sys.argv = before
+
+
+def _task(asked: Manifest) -> Callable[[Any], int]:
+    def one(composed: Any) -> int:
+        from harness.sweep import job
+
+        return job(asked)
+
+    return one
+
+
+def _jobs(own: Options, wanted: Grid) -> list[str]:
+    """How many at a time, in the launcher's words."""
+    if own.launcher == "joblib":
+        return [f"hydra.launcher.n_jobs={own.jobs}"]
+    if own.launcher == "slurm":
+        return [f"hydra.launcher.array_parallelism={own.jobs}"]
+    if own.launcher == "ray" and not any("ray.init" in text for text in wanted.launcher):
+        return [f"+hydra.launcher.ray.init.num_cpus={own.jobs}"]  # a cluster of this machine; another has its own size
+    return []
+
+
+@contextmanager
+def _folder(own: Options, asked: Manifest, results: Path) -> Iterator[Path]:
+    """Where Hydra keeps its own. Slurm's jobs need it where they run, and their logs stay."""
+    if own.launcher == "slurm":
+        yield results / "sweeps" / f"{asked.id}.slurm"
+        return
+    folder = Path(tempfile.mkdtemp(prefix="specaccept-sweep-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def job(asked: Manifest) -> int:
+    """One point, in whatever process the launcher runs it: an exit status. A failure is told at once, here."""
+    composed = HydraConfig.get()
+    if threading.current_thread() is threading.main_thread():
+        interrupt.install()
+    overrides = [str(text).lstrip("+") for text in composed.overrides.task]
+    own = [text for text in overrides if text.partition("=")[0] in {name.lstrip("+") for name in asked.axes}]
+    point = _values(own)
+    name = " ".join(f"{key}={value}" for key, value in point.items())
+    title = f"sweep {asked.id}: {composed.job.num + 1}/{len(asked.points)} {name}"
+    try:
+        with _own_hydra():
+            return _point(asked, load(overrides), point, title)
+    except Exception as error:
+        say(f"{title}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}")
+        return INCONCLUSIVE
+    finally:
+        with contextlib.suppress(OSError):
+            Path(composed.runtime.output_dir).rmdir()  # of another machine: nothing was put there
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """A job composes a configuration of its own inside the one that Hydra made for it."""
+    hydra_ = GlobalHydra.instance()
+    outer = hydra_.hydra
+    hydra_.clear()
+    try:
+        yield
+    finally:
+        hydra_.hydra = outer
+
+
+def _point(asked: Manifest, config: Config, point: dict[str, Any], title: str) -> int:
+    runs, own = config.results / "runs", plan(config)
+    if own not in {each.plan for each in asked.points}:
+        raise TaskError("plan: code, models or data are not those the sweep was begun with: start it again")
+    wait(runs, own)
+    if (folder := complete(runs, own)) is not None:
+        say(f"{title}: {folder.name} is complete: skipped")
+        return PASS
+    config.sweep = asked.of(own, point)
+    say(f"{title}: starting")
+    with contextlib.redirect_stdout(io.StringIO()):  # a table per job: the sweep prints one of all
+        status = find(config.task.name)(config)
+    folder = complete(runs, own)
+    verdict = read(folder).record.verdict.outcome if folder is not None else "no record"  # type: ignore[union-attr]
+    say(f"{title}: {verdict}")
+    return status
+
+
+def say(text: str) -> None:
+    print(f"specaccept: {text}", file=sys.stderr, flush=True)
+
+
+def report(asked: Manifest, results: Path) -> int:
+    """The table of all points and the exit status: a point without a record is `not run`."""
+    from harness.publish.tables import write as write_tables
+
+    rows = joined(asked, read_all(results))
+    lines, spots = [], []
+    outcomes = []
+    for point, loaded in rows:
+        name = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in point.point.items())
+        record = loaded.record if loaded is not None else None
+        if record is None or loaded is None or not loaded.complete or record.verdict is None:
+            outcomes.append("not run")
+            lines.append((name, "not run", "not run", f"not run ({_why(loaded)})"))
+            continue
+        outcomes.append(record.verdict.outcome)
+        change = _candidate(record.summary)
+        speed, accuracy = _estimate(change, "tps"), _estimate(change, "accuracy")
+        if speed and accuracy and record.verdict.outcome == "pass":
+            spots.append(Spot(name, speed, accuracy))
+        lines.append((name, _cell(speed, "%"), _cell(accuracy, "pp"), record.verdict.outcome))
+    zero = Estimate(0.0, 0.0, 0.0, 0, "itself")
+    places = {place.point.name: place for place in front([*spots, Spot("baseline", zero, zero)])}
+    print(f"sweep {asked.id}: {len(rows)} points, each against the baseline of its own run")
+    print(f"{'point':30} {'tokens/s':>18} {'accuracy':>18}  stands")
+    for name, speed_, accuracy_, outcome in lines:
+        place = places.get(name)
+        stands = f"{place.standing}{f' (by {place.by})' if place.by else ''}" if place else outcome
+        print(f"{name:30} {speed_:>18} {accuracy_:>18}  {stands}")
+    write_tables(results)
+    return FAIL if "fail" in outcomes else PASS if set(outcomes) == {"pass"} else INCONCLUSIVE
+
+
+def _why(loaded: Any) -> str:
+    if loaded is None:
+        return "no record"
+    if loaded.problems:
+        return loaded.problems[0]
+    return f"{loaded.record.status}{f': {loaded.record.error}' if loaded.record.error else ''}"
+
+
+def _candidate(summary: dict[str, Any]) -> dict[str, Any]:
+    """The change of the arm that is swept: the last one that is neither the baseline nor it again."""
+    fixed = (summary["baseline"], "asd-b0", "chain")
+    arms = [name for name in summary["arms"] if name not in fixed and not name.endswith("-again")]
+    return summary["arms"][arms[-1]].get("change", {}) if arms else {}
+
+
+def _estimate(change: dict[str, Any], name: str) -> Estimate | None:
+    found = change.get(name)
+    if name == "accuracy" and found is not None:
+        found = found.get("delta", found.get("change"))
+    if not isinstance(found, dict) or any(found.get(key) is None for key in ("value", "low", "high")):
+        return None
+    return Estimate(found["value"], found["low"], found["high"], found.get("n", 0), found.get("method", ""))
+
+
+def _cell(found: Estimate | None, unit: str) -> str:
+    if found is None:
+        return "no interval"
+    value, low, high = (100 * each for each in (found.value, found.low, found.high))
+    return f"{value:+.1f} {unit} [{low:+.1f}, {high:+.1f}]"
