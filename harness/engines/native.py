@@ -164,7 +164,7 @@ def _generation(body: Any, request: Request, started: float, wall: float) -> Gen
             started_s=started,
             wall_s=wall,
             server_s=_optional(fields.number, meta, "e2e_latency"),
-            **_speculation(meta),
+            **_speculation(meta, policy),
             **_charged(policy),
         )
         usage = fields.count(meta["completion_tokens"], "completion_tokens")
@@ -182,11 +182,13 @@ def _optional(read: Callable[[Any, str], Any], owner: dict[str, Any], name: str,
     return default if value is None else read(value, name)
 
 
-def _speculation(meta: dict[str, Any]) -> dict[str, Any]:
+def _speculation(meta: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
+    """proposed: live drafts as the adapter counts them; SGLang's own count takes a capped block for a full one."""
+    proposed = _optional(fields.count, meta, "spec_num_proposed_drafts", 0)
     return {
         "cached_tokens": _optional(fields.count, meta, "cached_tokens", 0),
         "steps": _optional(fields.count, meta, "spec_verify_ct", 0),
-        "proposed": _optional(fields.count, meta, "spec_num_proposed_drafts", 0),
+        "proposed": _optional(fields.count, policy, "drafts_verified", proposed),
         "accepted": _optional(fields.count, meta, "spec_num_correct_drafts", 0),
         "histogram": _optional(fields.counts, meta, "spec_correct_drafts_histogram", []),
     }

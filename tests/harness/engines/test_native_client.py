@@ -168,3 +168,16 @@ def test_an_unarmed_engine_that_has_the_adapter_is_refused(connect):
     with pytest.raises(EngineError, match=r"identity: meta_info\.specaccept: expected none"):
         client.generate(ask(policy=None))  # it answers, and names the rule that served
     client.close()
+
+
+@pytest.mark.parametrize(("own", "proposed"), [({}, 21), ({"drafts_verified": 9}, 9)])
+def test_the_drafts_of_a_capped_block_are_those_that_are_live(own, proposed):
+    meta = {
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "spec_verify_ct": 3,
+        "spec_num_proposed_drafts": 21,
+        "specaccept": own,
+    }
+    assert _generation({"output_ids": [7, 8], "meta_info": meta}, ask(), 0.0, 0.1).proposed == proposed
