@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.records.schema import Record
+from harness.stats import Estimate
 
 NOT_RUN = "not run"
 UNKNOWN = "n/a"
 NO_GPU = "no GPU"
 PER_GPU = "TPS per GPU"
+SHARED = "not measured (shared steps)"
+WIDTH = "unsupported (verified width follows the load)"
+ACCURACY = ("accuracy", "correct", "accuracy change", "accuracy change, 95 %", "flips", "McNemar p", "detectable")
+TRIPLETS = ("triplet gain", "triplet gain, 95 %", "triplets kept")  # of runs in baseline-candidate-baseline order
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -44,6 +50,8 @@ def percent(estimate: Mapping[str, Any] | None, digits: int = 1) -> str:
 
 def identity(record: Record, arm: str) -> str:
     """The identity gate of one arm's row."""
+    if follows_load(record):
+        return WIDTH
     gate = record.gates.get("identity")
     if arm == "asd-b0" and gate:
         if gate["mismatches"]:
@@ -60,7 +68,8 @@ def identity(record: Record, arm: str) -> str:
 FOOTNOTE = (
     "TPS: ids the engine returned over the wall time of the arm's own requests, one at a time on each replica. "
     "* output tokens per verify step, bonus token included. Changes are against the first arm, intervals are 95 %, "
-    "both paired by item."
+    "both paired by item. Detectable: the accuracy change that so many flips among so many items show with 80 % power; "
+    "none: with so few flips, no change could be."
 )
 
 
@@ -69,34 +78,92 @@ def arm_cells(record: Record, arm: str) -> dict[str, str]:
     found = record.summary["arms"][arm]
     base = arm == record.summary["baseline"]
     differ = found.get("change") or {}
-    accuracy = (differ.get("accuracy") or {}).get("change")
+    paired = differ.get("accuracy")
     scored = sum(found["outcomes"].values())
+    shared = found.get("wall_per_item") is None  # requests in common steps have no wall of their own
 
     def changed(estimate: Mapping[str, Any] | None, digits: int = 1, unit: str = " %") -> tuple[str, str]:
         return ("baseline",) * 2 if base else (change(estimate, digits, unit), interval(estimate, digits))
 
-    tps, wall = changed(differ.get("tps")), changed(differ.get("wall_per_item"))
-    points = changed(accuracy, 2, " pp") if scored else ("not scored",) * 2
+    tps, length = changed(differ.get("tps")), changed(differ.get("tokens_per_item"))
+    wall = (SHARED,) * 2 if shared and not base else changed(differ.get("wall_per_item"))
+    points = changed((paired or {}).get("change"), 2, " pp") if scored else ("not scored",) * 2
     outcomes = {name: str(count) if scored else "not scored" for name, count in found["outcomes"].items()}
-    return {
+    values = {
         "TPS": number(found["tps"]["value"], 1),
         PER_GPU: number(found["tps_per_gpu"]["value"], 1) if found["tps_per_gpu"] else NO_GPU,
         "TPS change": tps[0],
         "TPS change, 95 %": tps[1],
-        "wall per item, s": number(found["wall_per_item"]["value"], 3),
+        **triplets(found.get("triplets"), base),
+        "wall per item, s": SHARED if shared else number(found["wall_per_item"]["value"], 3),
         "wall change": wall[0],
         "wall change, 95 %": wall[1],
+        "length change": length[0],
+        "length change, 95 %": length[1],
         "tokens per step *": number(found["tokens_per_step"]["value"]),
         "accuracy": percent(found["accuracy"]) if scored else "not scored",
         "correct": f"{found['outcomes']['correct']}/{scored}" if scored else "not scored",
         "accuracy change": points[0],
         "accuracy change, 95 %": points[1],
+        "flips": flips(paired, base) if scored else "not scored",
+        "McNemar p": p_value(paired, base) if scored else "not scored",
+        "detectable": detectable(paired, base) if scored else "not scored",
         "unparsed": outcomes["unparsed"],
         "truncated": outcomes["truncated"],
         "left out": _left_out(found, scored),
         "loops": "more" if differ.get("degenerate") else "none more" if differ else "baseline" if base else UNKNOWN,
         "identity": identity(record, arm),
+        "verdict": verdict(record, arm),
     }
+    return values | (dict.fromkeys(ACCURACY, WIDTH) if follows_load(record) else {})
+
+
+def triplets(found: Mapping[str, Any] | None, base: bool) -> dict[str, str]:
+    """Of candidates that ran between two readings of the baseline: the mean gain over those whose baseline held."""
+    if found is None:
+        return dict.fromkeys(TRIPLETS, "baseline" if base else NOT_RUN)
+    kept = len(found["gains"]) - len(found["rejected"])
+    held = f"{kept}/{len(found['gains'])} within {100 * found['max_drift']:g} %"
+    return dict(zip(TRIPLETS, (change(found["gain"]), interval(found["gain"]), held), strict=True))
+
+
+def verdict(record: Record, arm: str) -> str:
+    """The arm's own where the record has one, else the run's."""
+    own = record.summary["arms"][arm].get("verdict")
+    return own["outcome"] if own else record.verdict.outcome if record.verdict else "none"
+
+
+def spread(estimate: Mapping[str, Any] | None, digits: int) -> str:
+    """`[332.1, 341.0]`: a value's interval in its own unit."""
+    if not estimate or estimate["low"] is None or estimate["high"] is None:
+        return "no interval"
+    return f"[{estimate['low']:,.{digits}f}, {estimate['high']:,.{digits}f}]"
+
+
+def flips(paired: Mapping[str, Any] | None, base: bool = False) -> str:
+    """`11 lost, 6 won`: items that the baseline alone had right, and that the candidate alone had."""
+    return f"{paired['lost']} lost, {paired['gained']} won" if paired else "baseline" if base else UNKNOWN
+
+
+def p_value(paired: Mapping[str, Any] | None, base: bool = False) -> str:
+    """Exact, two-sided; Holm's where several arms are compared and the record has it."""
+    if not paired:
+        return "baseline" if base else UNKNOWN
+    holm = paired.get("p_holm")
+    return f"{paired['p_value']:.3f}" if holm is None else f"{holm:.3f} (Holm)"
+
+
+def detectable(paired: Mapping[str, Any] | None, base: bool = False) -> str:
+    """`1.25 pp`: the change of accuracy that so many items with so many flips show with 80 % power."""
+    if not paired:
+        return "baseline" if base else UNKNOWN
+    found = paired["smallest_detectable"]
+    return "none" if found is None else f"{100 * found:.2f} pp"
+
+
+def follows_load(record: Record) -> bool:
+    """Such an engine verifies more or fewer drafts as its load says, so no two answers need agree."""
+    return record.identity.config["engine"].get("fixed_width") is False
 
 
 def _left_out(found: Mapping[str, Any], scored: int) -> str:
@@ -107,15 +174,30 @@ def _left_out(found: Mapping[str, Any], scored: int) -> str:
     return ", ".join(flags) or "none"
 
 
+_ABSENT = dict.fromkeys(TRIPLETS, "baseline")  # what is left of a row that no candidate has
+
+
 def bench_table(record: Record) -> tuple[list[str], list[list[str]]]:
     """Columns and rows: a metric per row, an arm per column, so that three arms fit 80 characters."""
     arms = {arm: arm_cells(record, arm) for arm in record.arms}
     metrics = next(iter(arms.values()))
     rows = [[metric, *(cells[metric] for cells in arms.values())] for metric in metrics]
-    return ["metric", *arms], [row for row in rows if set(row[1:]) != {NO_GPU}]
+    return ["metric", *arms], [row for row in rows if not set(row[1:]) <= {NO_GPU, NOT_RUN, _ABSENT.get(row[0])}]
 
 
 def footnote(rows: Sequence[Sequence[str]]) -> str:
     """What the metrics of a table are."""
     shared = any(row[0] == PER_GPU for row in rows)
     return FOOTNOTE + (" Per GPU: over the GPUs of one replica." if shared else "")
+
+
+def per_step(estimate: Estimate) -> str:
+    """`3.62 [3.50, 3.74]`"""
+    if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
+        return f"{estimate.value:.2f}, no interval"
+    return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+
+
+def setting(value: Any) -> str:
+    """What a sweep set; null is no limit."""
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

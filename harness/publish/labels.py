@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
-from harness.config import Config, choices, member, plain
+from harness.config import KINDS, Config, choices, member, plain
+from harness.publish.parts import Link
 from harness.records import Record
 from harness.records.schema import digest
 
@@ -15,6 +16,8 @@ MODEL_FIELDS = ("target", "draft", "revision", "draft_revision", "dtype", "block
 # How long one waits for an engine, and where a server listens, change no number.
 NOT_MEASURED = ("ready_timeout_s", "request_timeout_s", "stop_timeout_s", "port", "publish", "hub_cache", "offline")
 UNSEEN = "not verified"
+REQUIRED = {"launch": {"name": "process"}}  # fields without a usable default
+_NONE = object()
 SETTLED = ("name", "data", "limit", "seed")  # of traffic: the command line's, said in words of their own
 
 
@@ -32,11 +35,8 @@ def asked(record: Record) -> tuple[str, ...]:
         "target": _content(identity.target) or identity.target.get("reported"),
         "draft": _content(identity.draft) or identity.draft.get("reported"),
         "model": {name: config["model"].get(name) for name in ("dtype", "block_size")},
-        "engine": _kept(config["engine"]),
-        "launch": _kept(config["launch"]),
-        "image": _kept(config.get("image", {})),
-        "task": config.get("task"),
-        "traffic": {name: value for name, value in config["traffic"].items() if name not in ("data", "limit")},
+        **{group: _kept(group, config.get(group) or {}) for group in ("engine", "launch", "image", "task")},
+        "traffic": _kept("traffic", config["traffic"], ("data", "limit")),
         "data": identity.data.get("content_sha256"),
         "items": workload["items"],  # what a limit comes to
         "concurrency": [workload.get("concurrency"), workload.get("order")],
@@ -47,8 +47,15 @@ def asked(record: Record) -> tuple[str, ...]:
     return (*names, digest(measured))
 
 
-def _kept(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in NOT_MEASURED}
+def _kept(group: str, found: Mapping[str, Any], settled: Collection[str] = ()) -> dict[str, Any]:
+    """Without what has its default: a field that is younger than a record makes no other question of it."""
+    usual = plain(asdict(KINDS[group](**REQUIRED.get(group, {}))))
+    skip = {*NOT_MEASURED, *settled}
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in skip and (name == "name" or usual.get(name, _NONE) != value)
+    }
 
 
 def _content(found: Mapping[str, Any]) -> str | None:
@@ -188,5 +195,5 @@ def code(record: Record) -> str:
     return text + (" with changes" if dirty else "")
 
 
-def link(record: Record) -> str:
-    return f"[{record.id}](runs/{record.id}/record.json)"
+def link(record: Record) -> Link:
+    return Link(record.id, f"runs/{record.id}/record.json")

@@ -5,66 +5,20 @@ import json
 import re
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import msgspec
 import pytest
+from publish_rig import again, bench, config_of, edit
 
 from harness.config import ROOT, ConfigError, member, plain
 from harness.publish import cells, console
 from harness.publish.labels import title
-from harness.publish.tables import PUBLISHED, choose, markdown, published, render, write
+from harness.publish.sections import PUBLISHED, published
+from harness.publish.selection import choose
+from harness.publish.tables import markdown, render, write
 from harness.records.read import read_all
-from harness.records.run import identity_digest, plan_digest, read_rows, sha256, write_rows
+from harness.records.run import read_rows, sha256, write_rows
 from harness.records.schema import Record, seal
-from harness.tasks import find
-
-
-@pytest.fixture(scope="module")
-def measured(pair, tmp_path_factory):
-    """Results of one bench and one gate; tests copy them."""
-    from harness import __main__ as cli
-    from harness import interrupt
-
-    root = tmp_path_factory.mktemp("measured")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-        patch.setattr(interrupt, "install", lambda: None)
-        own = [f"model.target={pair['target']}", f"model.draft={pair['draft']}", "model.calibration=null"]
-        common = ["traffic=generated-math", "limit=6", f"out={root}", "engine.module=fake_engine"]
-        for task in ("bench", "gate"):
-            assert cli.main([f"task={task}", *own, *common]) == 0
-    return root
-
-
-@pytest.fixture
-def results(measured, tmp_path):
-    shutil.copytree(measured, tmp_path / "results")
-    return tmp_path / "results"
-
-
-@pytest.fixture
-def check(results, capfd):
-    """Run tables-check: (status, stderr)."""
-    from harness.config import load
-
-    def run() -> tuple[int, str]:
-        status = find("tables-check")(load(["task=tables-check", f"out={results}"]))
-        return status, capfd.readouterr().err
-
-    return run
-
-
-def edit(results, task: str, change, resealed: bool = True):
-    """Change a record, and seal it again as a careful forger would."""
-    (run,) = [run for run in read_all(results) if run.record.task == task]
-    path = run.folder / "record.json"
-    record = json.loads(path.read_text())
-    change(record)
-    if resealed:
-        record["seal"] = seal(msgspec.convert(record, Record))
-    path.write_text(json.dumps(record))
-    return run
 
 
 def test_sound_results_pass(check):
@@ -227,31 +181,6 @@ def test_change_cells(value, low, high, text, range_):
     assert (cells.change(estimate), cells.interval(estimate)) == (text, range_)
 
 
-def bench(results):
-    (found,) = [run for run in read_all(results) if run.record.task == "bench"]
-    return found
-
-
-def again(results, change, name="99991231T000000Z-00000000") -> Record:
-    """A second bench record, as an honest run would have left it."""
-    folder = bench(results).folder
-    later = folder.with_name(name)
-    shutil.copytree(folder, later)
-    path = later / "record.json"
-    record = json.loads(path.read_text()) | {"id": later.name}
-    change(record)
-    found = msgspec.convert(record, Record)
-    found.identity.plan = plan_digest(found.identity)
-    found.identity.digest = identity_digest(found.identity)
-    found.seal = seal(found)
-    path.write_bytes(msgspec.json.encode(found))
-    return found
-
-
-def config_of(record):
-    return record["identity"]["config"]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -339,7 +268,7 @@ def test_a_model_is_called_what_it_is(results, change):
     text = render(results)["README.md"].decode()
     measured = text.partition("## Measured")[2].partition("## Calibrations")[0]
     assert "qwen3-14b" not in measured
-    coverage = text.partition("## What runs where")[2].partition("## Stated")[0]
+    coverage = text.partition("## What runs where")[2].partition("## Rules by engine")[0]
     assert "runs/" not in coverage
 
 

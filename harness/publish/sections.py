@@ -1,0 +1,314 @@
+"""The tables that every page has: columns, and rows of filled cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from adapters.policy import RULES
+from harness.config import ROOT, ConfigError, choices, member
+from harness.launch.capability import pair, unsupported, unsupported_rule
+from harness.publish import cells
+from harness.publish.cells import NOT_RUN
+from harness.publish.labels import changes, code, is_recipe, is_reported, link, model, title, traffic, unusual
+from harness.publish.parts import Cell, Link
+from harness.publish.phases import phases
+from harness.publish.selection import Point, Selection, Shown, Sweep, passed
+from harness.records import Record
+from harness.records.read import Loaded
+
+PUBLISHED = "published.yaml"
+GATES = ("model", "engine", "traffic", "compared", "tokens", "differ", "rate at most (95 %)", "control", "run")
+CALIBRATIONS = ("model", "engine", "traffic", "items", "first rejections", "quantile", "value, nats", "run")
+OTHERS = ("run", "task", "model", "engine", "traffic", "status", "why")
+STATED = ("model", "setting", "policy", "TPS", "change", "tokens per step", "accuracy", "change ", "source", "note")
+OURS = "measured here"
+PHASES = ("run", "arm", "tokens per step", "while thinking", "while answering", "tokens that are thinking")
+POINTS = (
+    "TPS",
+    "TPS change",
+    "95 %",
+    "accuracy",
+    "change",
+    "95 % ",
+    "wall per item",
+    "tokens per step",
+    "standing",
+    "run",
+)
+
+
+class Ours(msgspec.Struct, forbid_unknown_fields=True):
+    """Which of our rows answers the same question: recipes' names and the name of the arm."""
+
+    model: str
+    traffic: str
+    arm: str
+
+
+class Published(msgspec.Struct, forbid_unknown_fields=True):
+    """One figure someone else states. Every cell is text, and none is empty except note.
+
+    ours: the same question here; None: no recipe asks it.
+    """
+
+    model: str
+    kind: str
+    setting: str
+    policy: str
+    tps: str
+    tps_change: str
+    tokens_per_step: str
+    accuracy: str
+    accuracy_change: str
+    source: str
+    note: str
+    ours: Ours | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name not in ("note", "ours") and not value.strip():
+                raise ValueError(f"{PUBLISHED}: {name}: expected a value or why there is none, found nothing")
+
+
+def published(results: Path) -> list[Published]:
+    """Figures of others beside the records, else those of this checkout."""
+    path = results / PUBLISHED
+    path = path if path.exists() else ROOT / "results" / PUBLISHED
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=list[Published])
+    except ValueError as error:  # msgspec's errors are ValueErrors, and so is text that is not UTF-8
+        raise ConfigError(f"{PUBLISHED}: {str(error).splitlines()[0]}") from None
+
+
+def stated(figure: Published, benches: Sequence[Shown]) -> list[Cell]:
+    return [
+        figure.model,
+        figure.setting,
+        figure.policy,
+        figure.tps,
+        figure.tps_change,
+        figure.tokens_per_step,
+        figure.accuracy,
+        figure.accuracy_change,
+        figure.source,
+        figure.note or "none",
+        ours(figure.ours, benches),
+    ]
+
+
+def ours(asked: Ours | None, benches: Sequence[Shown]) -> Cell:
+    """The passes of the same model, traffic and arm, whatever their engine, which each names."""
+    if asked is None:
+        return "no recipe"
+    found: list[str | Link] = []
+    for shown in benches:
+        record = shown.record
+        config = record.identity.config
+        names = (config["model"]["name"], config["traffic"]["name"])
+        if names == (asked.model, asked.traffic) and asked.arm in record.arms and is_recipe(record) and passed(record):
+            values = cells.arm_cells(record, asked.arm)
+            text = f"{config['engine']['name']}, {traffic(record)}: {values['TPS']} TPS"
+            if values["TPS change"] != "baseline":
+                text += f" ({values['TPS change']} {values['TPS change, 95 %']})"
+            found += [*(["; "] if found else []), f"{text}, {values['accuracy']} ", link(record)]
+    return tuple(found) or NOT_RUN
+
+
+def beside(shown: Shown) -> str:
+    """Nobody should take the best of many for the only one."""
+    return f"; {shown.others} other complete of the same question, listed below" if shown.others else ""
+
+
+def warnings(shown: Shown) -> list[Cell]:
+    return [(f"{title(record)}: newer run ", link(record), f": {why(record)}") for record in shown.newer]
+
+
+def why(record: Record) -> str:
+    if record.verdict is None:
+        return f"{record.status}: {record.error or 'no reason'}"
+    return f"verdict {record.verdict.outcome}" + "".join(f"; {reason}" for reason in record.verdict.reasons)
+
+
+def gate(shown: Shown) -> list[Cell]:
+    record = shown.record
+    found, control, config = record.gates["identity"], record.gates["control"], record.identity.config
+    return [
+        model(record),
+        config["engine"]["name"],
+        ", ".join([config["traffic"]["name"], *unusual(record), *changes(record)]),
+        f"{found['compared']}/{found['expected']}",
+        f"{found['tokens']:,}",
+        str(found["mismatches"]),
+        f"{100 * found['bound']:.2g} %",
+        f"{control['policy']}: {control['relaxed']} relaxed, {control['outputs_changed']}/{control['items']} changed",
+        (
+            f"{record.verdict.outcome if record.verdict else 'none'}, ",
+            link(record),
+            f", {code(record)}{beside(shown)}",
+        ),
+    ]
+
+
+def calibration(shown: Shown) -> list[Cell]:
+    record = shown.record
+    found, config = record.summary["calibration"], record.identity.config
+    return [
+        model(record),
+        config["engine"]["name"],
+        ", ".join([config["traffic"]["name"], *unusual(record), *changes(record)]),
+        str(len(record.workload["items"])),
+        f"{found['rejections']}, {found['ratios']} positive",
+        f"{found['quantile']:g}",
+        "none: no positive ratio" if found["value"] is None else f"{found['value']:.4f}",
+        (link(record), f", {code(record)}{beside(shown)}"),
+    ]
+
+
+def engines(variants: bool = False) -> list[str]:
+    """Engines of recipes/, or their variants."""
+    return [name for name in choices("engine") if (member("engine", name).base is not None) == variants]
+
+
+def coverage(benches: Sequence[Record], names: Sequence[str]) -> list[list[Cell]]:
+    """A row per model, a column per engine of `names`: the newest complete bench of the pair, or why there is none."""
+    newest = {}
+    for record in sorted(benches, key=lambda record: record.created):
+        if is_recipe(record):
+            config = record.identity.config
+            newest[config["model"]["name"], config["engine"]["name"]] = record
+    rows = []
+    for name in choices("model"):
+        row: list[Cell] = [name]
+        for engine in names:
+            run = newest.get((name, engine))
+            reason = unsupported(pair(name, engine))
+            row.append(_ran(run) if run else f"unsupported ({reason})" if reason else NOT_RUN)
+        rows.append(row)
+    return rows
+
+
+def rules(benches: Sequence[Record], names: Sequence[str]) -> list[list[Cell]]:
+    """A row per rule, a column per engine: the newest bench that passed with it, or why there is none."""
+    newest = {}
+    for record in sorted(benches, key=lambda record: record.created):
+        for arm in record.arms.values():
+            if passed(record):
+                newest[arm.policy["rule"], record.identity.config["engine"]["name"]] = record
+    rows = []
+    for rule in RULES:
+        row: list[Cell] = [rule]
+        for engine in names:
+            run, reason = newest.get((rule, engine)), unsupported_rule(member("engine", engine), rule)
+            row.append(link(run) if run else f"unsupported ({reason})" if reason else NOT_RUN)
+        rows.append(row)
+    return rows
+
+
+def _ran(record: Record) -> Cell:
+    """A run that did not pass is no sign that a pair works."""
+    reported = " (as the server reports)" if is_reported(record) else ""
+    return (link(record), reported, "" if passed(record) else f", {why(record).partition(';')[0]}")
+
+
+def other(run: Loaded, reason: str = "another run of the same question is shown") -> list[Cell]:
+    record = run.record
+    if record is None or run.problems:
+        known = record.task if record else "unknown"
+        return [run.folder.name, known, "unknown", "unknown", "unknown", "unsound", "; ".join(run.problems)]
+    config = record.identity.config
+    text = record.error or f"{why(record)}; {reason}"
+    return [link(record), record.task, model(record), config["engine"]["name"], traffic(record), record.status, text]
+
+
+def phase_rows(shown: Shown) -> list[list[Cell]]:
+    """A row per arm; where the phases cannot be told apart, one row of arms that share the reason."""
+    record = shown.record
+    where = (f"{title(record)}, ", link(record))
+    rows: list[list[Cell]] = []
+    reasons: dict[str, list[str]] = {}
+    for arm in record.arms:
+        found = phases([row for row in shown.rows if row.arm == arm], record.workload.get("think_end"))
+        if isinstance(found, str):
+            reasons.setdefault(found, []).append(arm)
+            continue
+        both: list[Cell] = [
+            cells.per_step(phase.per_step) if phase.steps else f"none {name}" for name, phase in found.items()
+        ]
+        counts = [sum(phase.tokens) for phase in found.values()]
+        share = f"{100 * counts[0] / sum(counts):.1f} %" if sum(counts) else "no step"
+        rows.append([where, arm, _per_step(record, arm), *both, share])
+    for reason, arms in reasons.items():
+        overall = ", ".join(_per_step(record, arm) for arm in arms)
+        rows.append([where, ", ".join(arms), overall, f"unsupported ({reason})", *["unsupported"] * 2])
+    return rows
+
+
+def _per_step(record: Record, arm: str) -> str:
+    return cells.number(record.summary["arms"][arm]["tokens_per_step"]["value"])
+
+
+def histogram(record: Record) -> tuple[list[str], list[list[Cell]]]:
+    """Share of verify steps by accepted drafts, a row per arm."""
+    counts = {arm: record.summary["arms"][arm]["histogram"] for arm in record.arms}
+    width = max((len(found) for found in counts.values()), default=0)
+    rows: list[list[Cell]] = []
+    for arm, found in counts.items():
+        total = sum(found)
+        full = [*found, *[0] * (width - len(found))]
+        rows.append([arm, *(f"{100 * n / total:.1f} %" if total else cells.UNKNOWN for n in full)])
+    return ["drafts accepted", *map(str, range(width))], rows
+
+
+def varied(sweep: Sweep) -> list[str]:
+    """What the points of a sweep differ in, as the last parts of the overrides."""
+    return list(dict.fromkeys(name for point in sweep.points for name in point.varied))
+
+
+def sweep_title(sweep: Sweep) -> str:
+    """Of the first point, without its own policy."""
+    count = f"{len(sweep.points)} points" if len(sweep.points) != 1 else "1 point"
+    missing = (sweep.planned or 0) - len(sweep.points)
+    more = f" of {sweep.planned}" if missing > 0 else ""
+    where = f"{title(sweep.points[0].record)}: " if sweep.points else ""
+    return f"{where}{count}{more} (sweep {sweep.id})"
+
+
+def point_row(point: Point, names: Sequence[str]) -> list[Cell]:
+    found = cells.arm_cells(point.record, point.arm)
+    return [
+        *(cells.setting(point.varied.get(name)) for name in names),
+        found["TPS"],
+        found["TPS change"],
+        found["TPS change, 95 %"],
+        found["accuracy"],
+        found["accuracy change"],
+        found["accuracy change, 95 %"],
+        found["wall change"],
+        found["tokens per step *"],
+        point.standing,
+        link(point.record),
+    ]
+
+
+def not_on_front(sweep: Sweep) -> list[list[Cell]]:
+    """Runs of a sweep that are no point of it, with the reason; and how many never ran."""
+    rows = [other(run, "a newer run of the same point is shown") for run in sweep.left_out]
+    ids = {
+        tuple(sorted((run.record.workload["sweep"]["point"]).items(), key=str)) for run in sweep.left_out if run.record
+    }
+    shown = {tuple(sorted(point.varied.items(), key=str)) for point in sweep.points}
+    missing = (sweep.planned or 0) - len(shown | ids)
+    if missing > 0:
+        rows.append(
+            [f"{missing} points", "bench", "as above", "as above", "as above", NOT_RUN, "the sweep has not ended"]
+        )
+    return rows
+
+
+def failed(selection: Selection) -> list[Shown]:
+    """Benches whose question has no pass."""
+    return [shown for shown in selection.benches if not passed(shown.record)]

@@ -1,0 +1,446 @@
+"""results/site/index.html: one page without a server or an outside request, a pure function of what it is given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from adapters.rules import benchmark_report
+from harness.publish import cells, charts, labels, parts, sections
+from harness.publish.parts import Cell, Link
+from harness.publish.sections import Published
+from harness.publish.selection import Selection, Shown, Sweep, candidate, changes_of, passed
+from harness.records import Record
+from harness.records.read import Loaded
+from harness.records.schema import Arm, digest
+from harness.stats import Estimate
+
+SITE = "site/index.html"
+FINDINGS = 6  # at the top of the page; all are in the table
+UNRECORDED = "not recorded"
+KERNEL_BATCHES = (1, 4, 16, 64, 256)
+COLUMNS = (
+    "policy",
+    "tokens/s",
+    "change",
+    "wall per item",
+    "length",
+    "tokens/step",
+    "accuracy",
+    "change ",
+    "flips",
+    "no answer",
+    "identity",
+    "verdict",
+)
+# Colours are the arm's in every plot and both colour schemes; an arm without one of its own takes `other`.
+SERIES = {"strict": "base", "chain": "base", "unarmed": "base", "asd-b0": "same", "asd": "asd", "block": "block"}
+
+
+def page(results: Path, selection: Selection, figures: Sequence[Published]) -> bytes:
+    """The whole page. results: where the kernels' CSV files are."""
+    environment = Environment(
+        loader=PackageLoader("harness", "publish"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+    )
+    environment.filters["cell"] = parts.html
+    environment.filters["series"] = series
+    shown = [each for each in selection.benches if passed(each.record)]
+    records = [
+        *(each.record for each in shown),
+        *(point.record for sweep in selection.sweeps for point in sweep.points),
+    ]
+    rest = [
+        *(
+            [each.record.id, *sections.other(_loaded(each), "no run of this question passed")][1:]
+            for each in unsettled(selection)
+        ),
+        *(sections.other(run) for run in selection.others),
+        *(row for sweep in selection.sweeps for row in sections.not_on_front(sweep)),
+    ]
+    text = environment.get_template("site.html.j2").render(
+        findings=[found for each in shown if (found := finding(each))][:FINDINGS],
+        columns=COLUMNS,
+        groups=groups(shown),
+        filters=filters(shown),
+        panels=[panel(sweep) for sweep in selection.sweeps if sweep.points]
+        or [own for each in shown if (own := arms_panel(each))],
+        swept=bool(selection.sweeps),
+        sweeps=[
+            {
+                "title": sections.sweep_title(sweep),
+                "columns": (*(name.rpartition(".")[2] for name in sections.varied(sweep)), *sections.POINTS),
+                "rows": [
+                    (
+                        sections.point_row(point, sections.varied(sweep)),
+                        drawer(point.record, point.arm),
+                        point.record.id,
+                    )
+                    for point in sweep.points
+                ],
+            }
+            for sweep in selection.sweeps
+        ],
+        histograms=[histogram(each.record) for each in shown],
+        phase_columns=sections.PHASES,
+        phases=[row for each in shown for row in sections.phase_rows(each)],
+        stated=[
+            (kind.capitalize(), [stated(figure, shown) for figure in figures if figure.kind == kind])
+            for kind in dict.fromkeys(figure.kind for figure in figures)
+        ],
+        gate_columns=sections.GATES,
+        gates=[sections.gate(each) for each in selection.gates if passed(each.record)],
+        calibration_columns=sections.CALIBRATIONS,
+        calibrations=[sections.calibration(each) for each in selection.calibrations],
+        warnings=[line for each in (*selection.gates, *selection.calibrations) for line in sections.warnings(each)],
+        coverage=[
+            (("model", *names), sections.coverage([each.record for each in selection.benches], names))
+            for names in (sections.engines(), sections.engines(variants=True))
+            if names
+        ],
+        rule_columns=("rule", *sections.engines()),
+        rules=sections.rules([each.record for each in shown], sections.engines()),
+        kernels=kernels(results),
+        adapters=adapters(records),
+        other_columns=sections.OTHERS,
+        others=rest,
+    )
+    return text.encode()
+
+
+def unsettled(selection: Selection) -> list[Shown]:
+    """Questions of which no run passed."""
+    return [each for each in (*selection.benches, *selection.gates) if not passed(each.record)]
+
+
+def _loaded(shown: Shown) -> Loaded:
+    return Loaded(Path(shown.record.id), shown.record, [], [])
+
+
+def stated(figure: Published, shown: Sequence[Shown]) -> list[tuple[Cell, str]]:
+    """Cells with their small print; the figure itself stays as its source writes it."""
+    return [
+        (figure.model, figure.setting),
+        (figure.policy, ""),
+        (figure.tps_change, "" if figure.tps == figure.tps_change else _unit(figure.tps, "tokens/s")),
+        (figure.tokens_per_step, ""),
+        (figure.accuracy_change, "" if figure.accuracy == figure.accuracy_change else figure.accuracy),
+        (sections.ours(figure.ours, shown), ""),
+        (figure.source, figure.note),
+    ]
+
+
+def _unit(text: str, unit: str) -> str:
+    return f"{text} {unit}".strip() if text[:1].isdigit() else text
+
+
+def series(arm: str) -> str:
+    return SERIES.get(arm.removesuffix("-again"), "other")
+
+
+def _estimate(found: Mapping[str, Any] | None) -> Estimate | None:
+    """None without both ends."""
+    return Estimate(**found) if found and None not in (found["value"], found["low"], found["high"]) else None
+
+
+def _change(record: Record, arm: str) -> tuple[Estimate | None, Estimate | None]:
+    """Of throughput and of accuracy."""
+    found = record.summary["arms"][arm].get("change") or {}
+    return _estimate(found.get("tps")), _estimate((found.get("accuracy") or {}).get("change"))
+
+
+def finding(shown: Shown) -> dict[str, str] | None:
+    """What one bench says of the policy it is about; None where it compares nothing."""
+    record = shown.record
+    arm, baseline = candidate(record), record.summary["baseline"]
+    if arm is None or arm == baseline:
+        return None
+    values = cells.arm_cells(record, arm)
+    return {
+        "arm": arm,
+        "baseline": baseline,
+        "speed": values["TPS change"],
+        "speed_range": values["TPS change, 95 %"],
+        "accuracy": values["accuracy change"],
+        "accuracy_range": values["accuracy change, 95 %"],
+        "where": labels.title(record),
+        "machine": labels.machine(record),
+        "href": f"#{record.id}",
+    }
+
+
+def filters(shown: Iterable[Shown]) -> dict[str, list[str]]:
+    records = [each.record for each in shown]
+    return {
+        "engine": sorted({record.identity.config["engine"]["name"] for record in records}),
+        "model": sorted({labels.model(record) for record in records}),
+        "policy": sorted({arm for record in records for arm in record.arms}),
+    }
+
+
+def groups(shown: Sequence[Shown]) -> list[dict[str, Any]]:
+    """A group per run, a row per arm. All intervals of a column have one scale."""
+    pairs = [_change(each.record, arm) for each in shown for arm in each.record.arms]
+    scales = [charts.reach([estimate for pair in pairs if (estimate := pair[side])]) for side in (0, 1)]
+    return [
+        {
+            "id": each.record.id,
+            "title": labels.title(each.record),
+            "engine": each.record.identity.config["engine"]["name"],
+            "model": labels.model(each.record),
+            "facts": f"{labels.machine(each.record)}; {labels.workload(each.record)}",
+            "warnings": sections.warnings(each),
+            "rows": [row(each.record, arm, scales) for arm in each.record.arms],
+        }
+        for each in shown
+    ]
+
+
+def row(record: Record, arm: str, scales: Sequence[float]) -> dict[str, Any]:
+    """Cells of one arm: (text, small print or nothing, mark or nothing)."""
+    values = cells.arm_cells(record, arm)
+    found = record.summary["arms"][arm]
+    marks = [
+        charts.interval(estimate, scale) if estimate else None
+        for estimate, scale in zip(_change(record, arm), scales, strict=True)
+    ]
+    paired = (found.get("change") or {}).get("accuracy")
+    unusual = {name: values[name] for name in ("unparsed", "truncated") if values[name] not in ("0", "not scored")}
+    bad = [f"{count} {name}" for name, count in unusual.items()]
+    bad += [values["left out"]] if values["left out"] != "none" else []
+    bad += ["more loops"] if values["loops"] == "more" else []
+    return {
+        "arm": arm,
+        "key": record.arms[arm].policy_key,
+        "cells": [
+            (values["TPS"], cells.spread(found["tps"], 1), None),
+            _pair(values, "TPS change", marks[0]),
+            _pair(values, "wall change"),
+            _pair(values, "length change"),
+            (values["tokens per step *"], cells.spread(found["tokens_per_step"], 2), None),
+            (values["accuracy"], values["correct"] if values["correct"] != values["accuracy"] else "", None),
+            _pair(values, "accuracy change", marks[1]),
+            (values["flips"], f"detectable: {values['detectable']}" if paired else "", None),
+            ("; ".join(bad) or "none", "", None),
+            (values["identity"], "", None),
+            (values["verdict"], "", None),
+        ],
+        "drawer": drawer(record, arm),
+    }
+
+
+def _pair(values: Mapping[str, str], name: str, mark: charts.Interval | None = None) -> tuple[Any, ...]:
+    """A change with its interval; a word that is both is said once."""
+    text, spread = values[name], values[f"{name}, 95 %"]
+    return text, spread if spread != text else "", mark
+
+
+def drawer(record: Record, arm: str) -> dict[str, Any]:
+    """Where a row comes from: every part of its provenance, none left out."""
+    identity, environment, kept = record.identity, record.environment, record.arms[arm]
+    files = identity.adapter_files or {}
+    dirty = identity.code.get("dirty")
+    launched, engine = record.launch or {}, identity.engine or {}
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in environment.get("gpus", [])) or "none"
+    foreign = launched.get("foreign_adapter")
+    segments = len(getattr(record, "segments", None) or [])
+    facts: dict[str, list[tuple[str, Cell]]] = {
+        "Run": [
+            ("record", labels.link(record)),
+            ("measured", f"{record.created} to {record.finished}"),
+            ("continued", f"{segments - 1} times" if segments > 1 else "no"),
+            ("identity", _known(identity.digest)),
+            ("plan", identity.plan),
+            ("seal", _known(record.seal)),
+            ("requests", _known(record.requests_sha256)),
+            ("engine log", record.engine_log_sha256 or "none kept"),
+        ],
+        "Code": [
+            ("commit", _known(identity.code.get("commit"))),
+            ("dirty", UNRECORDED if dirty is None else "yes" if dirty else "no"),
+            ("content", _known(identity.code.get("sha256"))),
+            ("adapter", Link(f"{len(files)} files, {digest(files)[:12]}", f"{SITE}#adapter-{digest(files)[:12]}")),
+            ("foreign files", ", ".join(foreign) if foreign else "none"),
+        ],
+        "Engine": [
+            ("name", _known(engine.get("name"))),
+            ("version", _known(engine.get("version"))),
+            ("started", _known(launched.get("kind"))),
+            ("command", launched.get("command") or "attached, not started here"),
+            ("image", identity.image_digest or "no container"),
+        ],
+        "Models and data": [
+            *((side, _content(found)) for side, found in (("target", identity.target), ("draft", identity.draft))),
+            ("data", _data(identity.data)),
+        ],
+        "Machine": [
+            ("cpu", f"{_known(environment.get('cpu'))}, {_known(environment.get('cores'))} cores"),
+            ("memory", f"{_known(environment.get('memory_gib'))} GiB"),
+            ("gpus", gpus),
+            ("driver", environment.get("driver") or "none"),
+            ("system", _known(environment.get("system"))),
+            ("python", _known(environment.get("python"))),
+            ("packages", ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())),
+        ],
+        "Policy": [
+            ("key", kept.policy_key),
+            ("from", kept.policy_source),
+            ("temperature", f"{kept.temperature:g}"),
+            ("counters", _moved(kept)),
+        ],
+    }
+    config = json.dumps(identity.config, indent=1, sort_keys=True, ensure_ascii=False)
+    summary = f"{labels.code(record)}, identity {(identity.digest or UNRECORDED)[:12]}"
+    return {"facts": facts, "config": config, "summary": summary}
+
+
+def _known(value: Any) -> str:
+    return UNRECORDED if value in (None, "") else str(value)
+
+
+def _content(found: Mapping[str, Any]) -> str:
+    parts_ = [
+        found.get("path"),
+        *(f"{name} {found[name]}" for name in ("revision", "sha256", "reported") if found.get(name)),
+    ]
+    return ", ".join(str(part) for part in parts_ if part) or UNRECORDED
+
+
+def _data(found: Mapping[str, Any]) -> str:
+    hashes = ", ".join(f"{split} {value}" for split, value in (found.get("content_sha256") or {}).items())
+    source = ", ".join(str(found[name]) for name in ("source", "revision") if found.get(name))
+    return f"{source or UNRECORDED}; SHA-256 {hashes or UNRECORDED}"
+
+
+def _moved(arm: Arm) -> str:
+    """What the adapter's counters of this policy moved by."""
+    before, after = arm.counters_before or {}, arm.counters_after or {}
+    moved = {
+        name: value - before.get(name, 0)
+        for name, value in after.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return (
+        ", ".join(
+            f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:,.3f}" for name, value in moved.items()
+        )
+        or "none"
+    )
+
+
+def adapters(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Every set of adapter files that was measured, once."""
+    sets = {digest(files)[:12]: files for record in records if (files := record.identity.adapter_files or {})}
+    return [{"id": name, "files": sorted(sets[name].items())} for name in sorted(sets)]
+
+
+def panel(sweep: Sweep) -> dict[str, Any]:
+    """Every point of a sweep; those of the front say what they are."""
+    names = sections.varied(sweep)
+    dots = []
+    for point in sweep.points:
+        label = " ".join(f"{_letter(name)}={cells.setting(point.varied.get(name))}" for name in names)
+        dots.append(_dot(point.record, point.arm, point.standing, label if point.standing == "front" else "", label))
+    return {
+        "title": sections.sweep_title(sweep),
+        "plot": charts.scatter(dots),
+        "note": ", ".join(f"{_letter(name)} is {name}" for name in names),
+    }
+
+
+def arms_panel(shown: Shown) -> dict[str, Any] | None:
+    """The arms of one bench against its first; None where nothing was scored or nothing but the baseline is left."""
+    record = shown.record
+    arms = [arm for arm in record.arms if arm != record.summary["baseline"] and None not in _change(record, arm)]
+    if not arms or changes_of(record) is None:
+        return None
+    dots = [_dot(record, arm, "arm", arm, arm) for arm in arms]
+    return {
+        "title": labels.title(record),
+        "plot": charts.scatter(dots),
+        "note": f"against {record.summary['baseline']}",
+    }
+
+
+def _dot(record: Record, arm: str, kind: str, label: str, name: str) -> charts.Dot:
+    speed, accuracy = _change(record, arm)
+    assert speed is not None
+    assert accuracy is not None
+    values = cells.arm_cells(record, arm)
+    words = (
+        f"{name}: {values['TPS change']} {values['TPS change, 95 %']} tokens/s, "
+        f"{values['accuracy change']} {values['accuracy change, 95 %']} accuracy"
+    )
+    return charts.Dot(speed, accuracy, kind, label, f"#{record.id}", words)
+
+
+def _letter(name: str) -> str:
+    """`policy.budget` as the papers' letter."""
+    letters = {"budget": "B", "gate": "g", "max_mismatches": "m"}
+    return letters.get(last := name.rpartition(".")[2], last)
+
+
+def histogram(record: Record) -> dict[str, Any]:
+    """A small plot per arm, on one scale, the baseline's share marked on each bar."""
+    arms = record.summary["arms"]
+    width = max((len(found["histogram"]) for found in arms.values()), default=0)
+    baseline = record.summary["baseline"]
+    top = 1.15 * max(
+        (max(charts.share(found["histogram"], width), default=0.0) for found in arms.values()), default=0.0
+    )
+    columns, rows = sections.histogram(record)
+    return {
+        "title": labels.title(record),
+        "columns": columns,
+        "rows": rows,
+        "baseline": baseline,
+        "plots": [
+            {
+                "arm": arm,
+                "steps": f"{sum(found['histogram']):,} steps",
+                "mean": cells.number(found["tokens_per_step"]["value"]),
+                "bars": charts.bars(
+                    found["histogram"], arms[baseline]["histogram"] if arm != baseline else None, top or 1.0, width
+                ),
+            }
+            for arm, found in arms.items()
+            if sum(found["histogram"])
+        ],
+    }
+
+
+def kernels(results: Path) -> list[dict[str, Any]]:
+    """Of each GPU the largest vocabulary and draft length, in float32; everything else is on the kernels' own page."""
+    found = []
+    for gpu, rows in benchmark_report.read((results / "kernels").glob("*.csv")).items():
+        sizes = [(key[2], key[3]) for key in rows if key[5] == "float32" and key[2]]
+        if not sizes:
+            continue
+        V, K = max(sizes)
+        shape = benchmark_report.Shape(rows, V, K, "float32")
+        batches = [B for B in KERNEL_BATCHES if B in shape.batches]
+        any_row = next(iter(rows.values()))
+        for kernel in (benchmark_report.GREEDY, benchmark_report.SAMPLED):
+            found.append(
+                {
+                    "title": f"{kernel.capitalize()} on {gpu}, float32, V = {V:,}, K = {K}",
+                    "note": f"torch {any_row['torch']}, triton {any_row['triton']}, commit {any_row['commit'][:12]}",
+                    "columns": ["microseconds, median", *(f"{B} requests" if B > 1 else "1 request" for B in batches)],
+                    "rows": [
+                        [provider, *(_time(shape.us(kernel, provider, B)) for B in batches)]
+                        for provider in shape.providers(kernel)
+                    ],
+                }
+            )
+    return found
+
+
+def _time(value: float | None) -> str:
+    return cells.NOT_RUN if value is None else benchmark_report.cell(value)
