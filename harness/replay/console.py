@@ -1,0 +1,91 @@
+"""The terminal of a replay: 80 columns, each table with what it does not say below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import fill
+from typing import Any
+
+from harness.publish.console import table
+from harness.replay.record import Entry, Replay
+
+
+def report(record: Replay) -> None:
+    about = record.capture
+    print(
+        f"{about['target']} on {about['engine']}, blocks of {about['policy']} "
+        f"(temperature {about['temperature']:g}, K = {about['K']})"
+    )
+    print(f"{about['requests']} requests, {about['blocks']:,} blocks, {about['positions']:,} verified drafts")
+    named = [entry for entry in record.policies if not entry.grid]
+    grid = [entry for entry in record.policies if entry.grid]
+    phases = [name for name in ("think", "answer") if any(entry.tokens_per_step.get(name) for entry in named)]
+    columns = ["policy", "tokens/step", "95 %", f"vs {record.baseline}", "95 %", *phases]
+    table(columns, [_row(entry, record.baseline, phases) for entry in named])
+    drafts = range(1, about["K"] + 1)
+    rows = [[entry.name, *(f"{100 * share:.0f}" for share in entry.acceptance)] for entry in named if entry.acceptance]
+    table(["% of blocks that accept draft", *map(str, drafts)], rows)
+    if grid:
+        table(columns, [_row(entry, record.baseline, phases) for entry in grid])
+    if record.prediction is not None:
+        _prediction(record.prediction)
+    why = [f"{entry.name}: unsupported: {entry.why}" for entry in record.policies if entry.why]
+    for line in (*why, *record.limits, *record.notes):
+        print(fill(line, 80, initial_indent="- ", subsequent_indent="  "))
+
+
+def _row(entry: Entry, baseline: str, phases: Sequence[str]) -> list[str]:
+    every = entry.tokens_per_step.get("all")
+    if every is None:
+        return [entry.name, "unsupported", *[""] * (3 + len(phases))]
+    change = entry.change.get("all")
+    told = ["baseline", ""] if entry.name == baseline else [_percent(change, "value"), _interval(change, 100, 1)]
+    return [
+        entry.name,
+        f"{every['value']:.3f}",
+        _interval(every, 1, 2),
+        *told,
+        *(_value(entry.tokens_per_step.get(name)) for name in phases),
+    ]
+
+
+def _value(found: dict[str, Any] | None) -> str:
+    return "no blocks" if found is None else f"{found['value']:.2f}"
+
+
+def _percent(found: dict[str, Any] | None, name: str) -> str:
+    return "not run" if found is None or found[name] is None else f"{100 * found[name]:+.1f} %"
+
+
+def _interval(found: dict[str, Any] | None, scale: float, digits: int) -> str:
+    if found is None or found["low"] is None or found["high"] is None:
+        return "too few"
+    sign = "+" if scale == 100 else ""
+    return f"[{scale * found['low']:{sign}.{digits}f}, {scale * found['high']:{sign}.{digits}f}]"
+
+
+def _prediction(found: dict[str, Any]) -> None:
+    for point in found["curve"]:
+        print(
+            f"step time at {point['batch']} in flight: {1e3 * point['per_step_s']:.3f} ms a step of "
+            f"{point['width']:.0f} rows, {1e3 * point['fixed_s']:.2f} ms a request, "
+            f"{1e6 * point['per_prompt_token_s']:.0f} us a prompt token ({point['rows']} answers)"
+        )
+    rows = []
+    for each in found["rows"]:
+        live = (each["live_tps"] or {}).get("value")
+        error = "fitted" if each["fitted"] else "not run" if each["error"] is None else f"{100 * each['error']:+.1f} %"
+        rows.append(
+            [
+                each["name"],
+                "outside the curve" if each["predicted_tps"] is None else f"{each['predicted_tps']:.1f}",
+                "not run" if live is None else f"{live:.1f}",
+                error,
+                f"{each['predicted_tokens_per_step']:.2f}",
+                f"{each['live_tokens_per_step']:.2f}",
+            ]
+        )
+    if rows:
+        table(["policy", "TPS predicted", "live", "error", "tokens/step replayed", "live"], rows)
+        if found["mean_abs_error"] is not None:
+            print(f"mean absolute error of predicted TPS: {100 * found['mean_abs_error']:.1f} %")
