@@ -47,8 +47,14 @@ def launch_all(config: Config, servers: Sequence[tuple[Path, Policy | None]]) ->
     if config.launch.name != "process":
         raise LaunchError(f"several servers at once need launch=process, found {config.launch.name}")
     with ExitStack() as stack:
-        waiting = [stack.enter_context(process.start(config, log, policy)) for log, policy in servers]
-        yield [ready() for ready in waiting]
+        starting = [stack.enter_context(process.start(config, log, policy)) for log, policy in servers]
+
+        def check_alive() -> None:
+            """While one is waited for, none of the others has died."""
+            for each in starting:
+                each.check_alive()
+
+        yield [each.ready(check_alive) for each in starting]
 
 
 __all__ = ["LaunchError", "RunningEngine", "launch", "launch_all", "preflight"]

@@ -17,7 +17,7 @@ from harness.engines.base import EngineError, Server
 from harness.engines.checkpoint import is_hub_id
 from harness.launch.base import TELEMETRY, LaunchError, RunningEngine
 from harness.launch.capability import unsupported
-from harness.launch.ready import check_adapter, probe
+from harness.launch.ready import adapter, check_adapter, probe
 
 CACHED = "models--"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -40,7 +40,7 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
     try:
         try:
             server = client.server()
-            check_adapter(config, server.snapshot)
+            check_adapter(config, adapter(server))
             check_model(config, server)
             probe(client, config, policy)
         except EngineError as error:

@@ -45,7 +45,7 @@ from harness.launch.docker_daemon import (
     reap,
     remove,
 )
-from harness.launch.ready import check_adapter, probe
+from harness.launch.ready import adapter, check_adapter, probe
 from harness.launch.shards import ShardedClient
 
 POLL_S = 0.2
@@ -202,7 +202,7 @@ def _ready(
         time.sleep(POLL_S)
     try:
         server = client.server()
-        check_adapter(config, server.snapshot, nonce, policy)
+        check_adapter(config, adapter(server), nonce, policy)
         probe(client, config, policy)
     except EngineError as error:
         check_alive()

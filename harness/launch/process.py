@@ -46,13 +46,21 @@ def preflight(config: Config) -> None:
 
 @contextmanager
 def launch(config: Config, log: Path, policy: Policy | None) -> Iterator[RunningEngine]:
-    with start(config, log, policy) as ready:
-        yield ready()
+    with start(config, log, policy) as starting:
+        yield starting.ready(starting.check_alive)
+
+
+@dataclass(frozen=True)
+class Starting:
+    """A process that is coming up. ready: waits for it, and calls what it is given meanwhile."""
+
+    check_alive: Callable[[], None]
+    ready: Callable[[Callable[[], None]], RunningEngine]
 
 
 @contextmanager
-def start(config: Config, log: Path, policy: Policy | None) -> Iterator[Callable[[], RunningEngine]]:
-    """The engine's process; what is yielded waits until it is ready. Several can be started before one is waited for.
+def start(config: Config, log: Path, policy: Policy | None) -> Iterator[Starting]:
+    """The engine's process. Several can be started before one is waited for.
 
     policy: None: the engine without its adapter. A child dies with the thread that started it (PR_SET_PDEATHSIG), so
     this is called where the run lives.
@@ -70,15 +78,15 @@ def start(config: Config, log: Path, policy: Policy | None) -> Iterator[Callable
         check_alive = _watch(child, written)
         deadline = time.monotonic() + config.engine.ready_timeout_s
 
-        def ready() -> RunningEngine:
-            url = _announced(written, check_alive, deadline) if own_port else f"http://127.0.0.1:{port}"
+        def ready(watch: Callable[[], None]) -> RunningEngine:
+            url = _announced(written, watch, deadline) if own_port else f"http://127.0.0.1:{port}"
             client = connect(config.engine.api, url, telemetry, unarmed=policy is None)
             stack.callback(client.close)
-            server = _ready(client, config, nonce, policy, check_alive, deadline)
+            server = _ready(client, config, nonce, policy, watch, deadline)
             how = {"kind": "process", "url": None, "command": printable(argv), "image_digest": None}
             return RunningEngine(client, server, nonce, how, check_alive)
 
-        yield ready
+        yield Starting(check_alive, ready)
 
 
 def _environment(config: Config, policy: Policy | None, nonce: str, telemetry: Path) -> dict[str, str]:

@@ -29,15 +29,20 @@ def check_adapter(config: Config, snapshot: Snapshot, nonce: str | None = None, 
             raise EngineError("identity", f"{name}: expected {expected!r}, found {found!r}")
 
 
+def adapter(server: Server) -> Snapshot:
+    """The snapshot of an armed server. Raises EngineError("identity")."""
+    if server.snapshot is None:
+        raise EngineError("identity", "specaccept: expected the adapter's snapshot, found none (not armed)")
+    return server.snapshot
+
+
 def check_server(config: Config, server: Server, nonce: str, policy: Policy | None) -> None:
     """Raises EngineError("identity") unless this is the server of this launch, armed with the policy, or not at all.
 
     An unarmed server has no snapshot, which its client sees to; its nonce is checked where the engine returns one.
     """
     if policy is not None:
-        if server.snapshot is None:
-            raise EngineError("identity", "specaccept: expected the adapter's snapshot, found none (not armed)")
-        check_adapter(config, server.snapshot, nonce, policy)
+        check_adapter(config, adapter(server), nonce, policy)
     elif server.nonce not in (None, nonce):
         raise EngineError("identity", f"nonce: expected {nonce!r}, found {server.nonce!r}")
 

@@ -34,11 +34,15 @@ class ShardedClient:
     def server(self) -> Server:
         """Of the first, with the counters of all. Raises EngineError where one is not like the others."""
         servers = [lane.server() for lane in self.lanes]
+        snapshots = [server.snapshot for server in servers if server.snapshot is not None]
+        if not snapshots:
+            return servers[0]
         for index, server in enumerate(servers):
-            if server.snapshot.identity != servers[0].snapshot.identity or server.version != servers[0].version:
+            same = server.snapshot is not None and server.snapshot.identity == snapshots[0].identity
+            if not same or server.version != servers[0].version:
                 raise EngineError("identity", f"replica {index}: expected the adapter and engine of replica 0")
-        counters = merge([server.snapshot.counters for server in servers])
-        return replace(servers[0], snapshot=Snapshot(servers[0].snapshot.raw | {"counters": counters}))
+        counters = merge([snapshot.counters for snapshot in snapshots])
+        return replace(servers[0], snapshot=Snapshot(snapshots[0].raw | {"counters": counters}))
 
     def healthy(self) -> bool:
         return all(lane.healthy() for lane in self.lanes)

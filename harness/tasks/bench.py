@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import cycle, islice
+from functools import partial
+from itertools import cycle, islice, zip_longest
 
 from harness.config import Config
 from harness.drive import drive
+from harness.engines.base import EngineClient
 from harness.publish.console import Bars, report
 from harness.publish.tables import write
 from harness.records import Row
@@ -26,6 +28,9 @@ from harness.tasks.scoring import code_runner, score_rows
 from harness.tasks.session import Session, session
 from harness.tasks.summary import judge, summarize
 from harness.traffic import Item
+
+
+WAVE = 8  # items of each replica between two checkpoints, for which all wait
 
 
 def run(config: Config) -> int:
@@ -43,6 +48,8 @@ def run(config: Config) -> int:
                 this.run.record.arms[name].expected = expected
         for groups in turns:
             served = [arm for arm in arms if any(arm in group for group in groups)]
+            if not this.todo(served, this.traffic.items):
+                continue
             with this.serving(*groups):
                 warm_up(this, served, count)
                 with this.counted(served):
@@ -54,7 +61,8 @@ def run(config: Config) -> int:
         record.gates, verdict = judge(record, this.run.rows)
         this.run.finish("complete", verdict)
     report(record, this.run.folder)
-    write(config.results)
+    if config.sweep is None:  # a sweep writes the tables once
+        write(config.results)
     return STATUS[verdict.outcome]
 
 
@@ -78,42 +86,62 @@ def warm_up(this: Session, arms: Sequence[Plan], count: int = 1) -> None:
     for arm in arms:
         for replica in this.servers.lanes(arm.name):
             jobs = items if count == 1 else list(islice(cycle(items), 2 * count)) if items else []
-            drive(lambda item, arm=arm, to=replica: to.generate(this.request(arm, item)), jobs, count)
+            drive(partial(_warm, this, arm, replica), jobs, count)
+
+
+def _warm(this: Session, arm: Plan, replica: EngineClient, item: Item) -> None:
+    replica.generate(this.request(arm, item))
 
 
 def measure(this: Session, arms: Sequence[Plan]) -> None:
-    """Item i on replica i modulo their number, the replicas side by side, each one request at a time."""
-    count = len(this.servers.lanes(arms[0].name))
-    with Bars([arm.name for arm in arms], len(this.traffic.items)) as bars:
+    """Item i on replica i modulo their number, the replicas side by side, each one request at a time.
 
-        def serve(index: int) -> None:
-            for turn, order in enumerate(range(index, len(this.traffic.items), count)):
+    A unit of work is an item in all its arms; of several replicas, which go on together, some items of each.
+    """
+    items, count = this.traffic.items, len(this.servers.lanes(arms[0].name))
+    with Bars([arm.name for arm in arms], len(items)) as bars:
+
+        def serve(orders: range) -> None:
+            for order in orders:
                 if this.stopped():
                     return
-                first = turn % len(arms)
+                first = order // count % len(arms)
                 for arm in (*arms[first:], *arms[:first]):
-                    row = this.ask(arm, this.traffic.items[order], order, index)
+                    row = this.ask(arm, items[order], order, order % count)
                     if this.keep(row):
                         bars.add(row)
 
-        drive(serve, range(count), count)
+        bars.add_kept(this.run.rows)
+        size = 1 if count == 1 else WAVE * count
+        for start in range(0, len(items), size):
+            end = min(start + size, len(items))
+            if this.todo(arms, items[start:end]):
+                drive(serve, [range(start + lane, end, count) for lane in range(count)], count)
+                this.unit()
 
 
 def measure_blocks(this: Session, arms: Sequence[Plan], count: int) -> None:
     """Block by block, `count` requests in flight, the counters read at every border."""
     found = blocks(arms, this.traffic.items, block_size(this.config, count))
     totals = answers(arms, len(this.traffic.items))
+    done = {row.block for row in this.run.rows}
     with Bars(list(totals), totals) as bars:
-        for block in found:
+        bars.add_kept(this.run.rows)
+        for block, following in zip_longest(found, found[1:]):
+            if block.number in done:
+                continue
             if block.arm is arms[0] and this.stopped():  # a candidate's block is followed by the baseline's
                 return
             with this.block(block.arm, block.number):
                 started = time.monotonic()
-                rows = drive(lambda job, block=block: ask(this, block, *job), block.jobs, count)
+                rows = drive(partial(ask, this, block), block.jobs, count)
                 bars.add_all(rows, time.monotonic() - started)
+            if following is None or following.jobs is not block.jobs:
+                this.unit()  # the whole chunk, in all its arms
 
 
-def ask(this: Session, block: Block, order: int, item: Item) -> Row:
+def ask(this: Session, block: Block, job: tuple[int, Item]) -> Row:
+    order, item = job
     lanes = len(this.servers.lanes(block.arm.name))
     row = this.ask(block.arm, item, order, order % lanes, block.number)
     this.keep(row)

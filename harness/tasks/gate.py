@@ -8,20 +8,21 @@ Nothing is timed, so servers that are up together are asked side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from adapters.policy import GREEDY_RULES
 from harness.config import Config, member, settle_policy
 from harness.drive import drive
 from harness.publish.console import Bars, report
 from harness.publish.tables import write
-from harness.records import Row
 from harness.tasks import STATUS
 from harness.tasks.arms import Plan, by_server, named, plan
 from harness.tasks.errors import TaskError
 from harness.tasks.session import Session, session
 from harness.tasks.summary import judge, summarize
+from harness.traffic import Item
 
 CONTROL = "control"
 
@@ -29,6 +30,8 @@ CONTROL = "control"
 def run(config: Config) -> int:
     if config.policy.policy.rule not in GREEDY_RULES:
         raise TaskError(f"gate: compares greedy policies, found policy={config.policy.name} (sampled): use task=bench")
+    if not config.engine.fixed_width:
+        raise TaskError(f"gate: {config.engine.name}: the verified width follows the load: it has no identity arm")
     arms = [*named(config, [config.task.baseline, "asd-b0"]), _control(config)]
     groups = by_server(config, arms)
     turns = [groups] if config.launch.together else [[group] for group in groups]
@@ -37,14 +40,22 @@ def run(config: Config) -> int:
         record.arms[CONTROL].expected = len(this.traffic.items[: config.task.control])
         totals = {name: arm.expected for name, arm in record.arms.items()}
         with Bars(list(totals), totals) as bars:
+            bars.add_kept(this.run.rows)
             for groups in turns:
+                if not any(_todo(this, group, _jobs(this)) for group in groups):
+                    continue
                 with this.serving(*groups), this.counted([arm for group in groups for arm in group]):
-                    drive(lambda group: _ask(this, group, bars), groups, len(groups))
+                    for part in _chunks(config, _jobs(this)):
+                        asked = [group for group in groups if _todo(this, group, part)]
+                        if asked and not this.stopped():
+                            drive(partial(_ask, this, bars, part), asked, len(asked))
+                            this.unit()
         record.summary = summarize(record, this.run.rows)
         record.gates, verdict = judge(record, this.run.rows)
         this.run.finish("complete", verdict)
     report(record, this.run.folder)
-    write(config.results)
+    if config.sweep is None:  # a sweep writes the tables once
+        write(config.results)
     return STATUS[verdict.outcome]
 
 
@@ -74,23 +85,43 @@ def _control(config: Config) -> Plan:
     return replace(wanted, name=CONTROL)
 
 
-def _ask(this: Session, arms: Sequence[Plan], bars: Bars) -> None:
-    """Every item of every arm of one server; the arms alternate chunk by chunk."""
-    config, count = this.config, this.config.task.concurrency or 1
-    chunk = config.task.chunk if _in_lists(config) or count > 1 else 1
-    jobs = list(enumerate(this.traffic.items))
-    for first in range(0, len(jobs), chunk):
-        if this.stopped():
-            return
-        for arm in arms:
-            part = jobs[first : min(first + chunk, this.run.record.arms[arm.name].expected)]
-            if _in_lists(config) and len(part) > 1:
-                for row in this.ask_many(arm, [item for _, item in part], first):
-                    _keep(this, row, bars)
-            else:
-                drive(lambda job, arm=arm: _keep(this, this.ask(arm, job[1], job[0]), bars), part, count)
+Jobs = Sequence[tuple[int, Item]]  # order, item
 
 
-def _keep(this: Session, row: Row, bars: Bars) -> None:
+def _jobs(this: Session) -> Jobs:
+    return list(enumerate(this.traffic.items))
+
+
+def _chunks(config: Config, jobs: Jobs) -> Iterator[Jobs]:
+    """What is asked of each arm in a row, and in all arms a unit of work."""
+    size = config.task.chunk if _in_lists(config) or (config.task.concurrency or 1) > 1 else 1
+    for first in range(0, len(jobs), size):
+        yield jobs[first : first + size]
+
+
+def _own(this: Session, arm: Plan, part: Jobs) -> Jobs:
+    """The control answers the first items only."""
+    return [job for job in part if job[0] < this.run.record.arms[arm.name].expected]
+
+
+def _todo(this: Session, arms: Sequence[Plan], part: Jobs) -> bool:
+    return any(this.todo([arm], [item for _, item in _own(this, arm, part)]) for arm in arms)
+
+
+def _ask(this: Session, bars: Bars, part: Jobs, arms: Sequence[Plan]) -> None:
+    """A chunk of items of every arm of one server, arm by arm."""
+    for arm in arms:
+        own = _own(this, arm, part)
+        if _in_lists(this.config) and len(own) > 1:
+            rows = this.ask_many(arm, [item for _, item in own], own[0][0])
+            kept = [this.keep(row) for row in rows]
+            if all(kept):
+                bars.add_all(rows)
+        else:
+            drive(partial(_one, this, bars, arm), own, this.config.task.concurrency or 1)
+
+
+def _one(this: Session, bars: Bars, arm: Plan, job: tuple[int, Item]) -> None:
+    row = this.ask(arm, job[1], job[0])
     if this.keep(row):
         bars.add(row)

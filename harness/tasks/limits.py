@@ -92,7 +92,7 @@ def _spent(row: Row, policy: Policy) -> str | None:
 
 
 def _relaxed(row: Row, policy: Policy) -> str | None:
-    most = row.accepted if policy.rule == "asd" and not policy.is_strict else 0
+    most = 0 if policy.is_lossless else row.accepted
     if most and policy.max_mismatches is not None:
         most = min(most, policy.max_mismatches * row.steps)
     if not 0 <= row.relaxed <= most:

@@ -114,6 +114,12 @@ def observe(config: Config, run: Run, engine: RunningEngine, group: Sequence[Pla
     """What a started engine turned out to be. The record is of the first armed one; of several servers all are told."""
     record, server, snapshot = run.record, engine.server, engine.server.snapshot
     foreign = _check_files(engine, config.launch.foreign_adapter)
+    run.serve(engine.nonce, engine.how)
+    if run.continued is not None and record.server is not None:
+        _check_version(record.server, server)
+        if snapshot is not None:
+            run.observe(snapshot.raw.get("files") or {}, _made_of(snapshot), engine.how["image_digest"])
+        return
     first = record.server is None and snapshot is not None
     if first:
         record.launch = engine.how | {"attached": engine.nonce is None} | (record.launch or {})
@@ -139,8 +145,11 @@ def observe(config: Config, run: Run, engine: RunningEngine, group: Sequence[Pla
         "max_running_requests": server.max_running_requests,
         "adapter": {name: value for name, value in snapshot.identity.items() if name != "files"},
     }
-    made_of = {"adapter": snapshot.raw.get("adapter"), **(snapshot.raw.get("engine") or {})}
-    run.observe(snapshot.raw.get("files") or {}, made_of, engine.how["image_digest"])
+    run.observe(snapshot.raw.get("files") or {}, _made_of(snapshot), engine.how["image_digest"])
+
+
+def _made_of(snapshot: Snapshot) -> dict[str, Any]:
+    return {"adapter": snapshot.raw.get("adapter"), **(snapshot.raw.get("engine") or {})}
 
 
 def _check_version(first: Mapping[str, Any] | None, server: Server) -> None:

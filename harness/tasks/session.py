@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock
@@ -23,9 +24,10 @@ from harness.launch import RunningEngine, preflight
 from harness.launch.shards import merge
 from harness.records import Row, Run
 from harness.records.provenance import environment, identity
+from harness.records.run import CannotContinue, summed
 from harness.tasks.arms import Plan
 from harness.tasks.errors import TaskError
-from harness.tasks.serving import Serving, moves, serve, total
+from harness.tasks.serving import Counters, Serving, moves, serve, total
 from harness.traffic import Item, Traffic, load
 from harness.traffic.chat import render
 
@@ -50,6 +52,8 @@ class Session:
     measuring_s: float | None = None
     origin_s: float = field(default_factory=time.monotonic)
     _asked: Iterator[int] = field(default_factory=itertools.count)
+    _before: dict[str, Counters] = field(default_factory=dict)
+    _blocks: list[dict[str, Any]] = field(default_factory=list)
     _lock: RLock = field(default_factory=RLock)
 
     @property
@@ -76,15 +80,31 @@ class Session:
     @contextmanager
     def counted(self, arms: Sequence[Plan]) -> Iterator[None]:
         """The timed window of these arms: the counters before and after it go into the record."""
-        names = [arm.name for arm in arms]
-        before = self.servers.counters(names)
+        self._before = self.servers.counters([arm.name for arm in arms])
         yield
-        after = self.servers.counters(names)
-        for name in names:
-            kept, launched = self.run.record.arms[name], self.run.record.launch
-            kept.counters_before, kept.counters_after = (total(side[name], kept.policy_key) for side in (before, after))
-            if len(before[name]) > 1 and launched is not None:
-                launched.setdefault("shards", {})[name] = moves(before[name], after[name], kept.policy_key)
+        self._checkpoint()
+
+    def unit(self) -> None:
+        """A unit of work is whole, and nothing is in flight: what there is by now need never be asked again.
+
+        Not where the last request failed: an engine that is gone has no counters, and the next one says so.
+        """
+        if not self.failures:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        before, after = self._before, self.servers.counters(list(self._before))
+        keys = {name: self.run.record.arms[name].policy_key for name in before}
+        self.run.checkpoint(
+            {name: (total(before[name], key), total(after[name], key)) for name, key in keys.items()},
+            {name: moves(before[name], after[name], key) for name, key in keys.items() if len(before[name]) > 1},
+            self._blocks,
+        )
+
+    def todo(self, arms: Sequence[Plan], items: Sequence[Item]) -> bool:
+        """Whether any of these was not answered yet: a run that is continued has answers."""
+        done = {(row.arm, row.item) for row in self.run.rows}
+        return any((arm.name, item.id) not in done for arm in arms for item in items)
 
     @contextmanager
     def block(self, arm: Plan, number: int) -> Iterator[None]:
@@ -95,9 +115,7 @@ class Session:
         went = {key: merge(moves(before, after, key)) for key in merge(after)}
         told = {"block": number, "arm": arm.name, "moved": went.pop(arm.key, None)}
         told["others"] = sorted(key for key, moved in went.items() if any(moved.values()))
-        launched = self.run.record.launch
-        assert launched is not None, "observed when the servers came up"
-        launched.setdefault("blocks", []).append(told)
+        self._blocks.append(told)
 
     def keep(self, row: Row) -> bool:
         """Into the journal, from whichever thread; not once the run has ended without it."""
@@ -245,9 +263,21 @@ def warmup(config: Config, traffic: Traffic) -> list[Item]:
     return traffic.warmup[:count]
 
 
+def measured(traffic: Traffic) -> Sequence[Item]:
+    return traffic.items
+
+
 @contextmanager
-def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> Iterator[Session]:
-    """A run with its items ready and its record open. Left without `run.finish`: the record says why."""
+def session(
+    config: Config,
+    arms: Sequence[Plan],
+    workload: dict[str, Any],
+    choose: Callable[[Traffic], Sequence[Item]] = measured,
+) -> Iterator[Session]:
+    """A run with its items ready and its record open, new or continued. Left without `run.finish`: the record says why.
+
+    choose: the items of this task.
+    """
     preflight(config)
     try:
         words = tokenizer(config.model.target, config.model.revision)
@@ -256,14 +286,13 @@ def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> I
         raise TaskError(str(error).splitlines()[0]) from None
     items = {
         "traffic": traffic.name,
-        "items": [item.id for item in traffic.items],
+        "items": [item.id for item in choose(traffic)],
         "warmup": [item.id for item in warmup(config, traffic)],
         "think_end": words.encode("</think>"),  # where thinking ends in the ids
     }
-    run = Run.create(
-        config.results, config.task.name, identity(config, traffic.provenance), environment(), items | workload
-    )
-    run.record.arms = {arm.name: arm.record(len(traffic.items)) for arm in arms}
+    run = _opened(config, traffic, items | workload | ({"sweep": config.sweep} if config.sweep else {}))
+    run.record.arms = {arm.name: arm.record(len(choose(traffic))) for arm in arms}
+    summed(run.record)
     this = Session(config, traffic, words, run)
     try:
         yield this
@@ -273,5 +302,25 @@ def session(config: Config, arms: Sequence[Plan], workload: dict[str, Any]) -> I
         if not run.closed:
             stopped = isinstance(error, Interrupted)
             text = f"interrupted by {error}" if stopped else f"{type(error).__name__}: {error}"
-            run.finish("incomplete" if stopped else "failed", None, text)
+            nothing = run.continued is not None and all(row.segment < run.segment for row in run.rows)
+            run.finish("incomplete" if stopped or nothing else "failed", None, text)
+        if isinstance(error, CannotContinue):
+            raise TaskError(str(error)) from None
         raise
+
+
+def _opened(config: Config, traffic: Traffic, workload: dict[str, Any]) -> Run:
+    """The unfinished run of the same plan where there is one that may be continued, and says so; else a new one."""
+    parts = (config.results, config.task.name, identity(config, traffic.provenance), environment(), workload)
+    if config.resume == "never":
+        return Run.create(*parts)
+    try:
+        run, left = Run.open(*parts, failed=config.resume == "failed")
+    except CannotContinue as error:
+        raise TaskError(str(error)) from None
+    for text in left:
+        print(f"specaccept: {text}", file=sys.stderr)
+    if run.continued is not None:
+        run.record.workload.pop("stopped", None)
+        print(f"specaccept: {run.record.id} is continued: {run.continued}", file=sys.stderr)
+    return run

@@ -9,13 +9,16 @@ from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from scipy.stats import fisher_exact
 
+from adapters.policy import GREEDY_RULES
 from harness import stats
 from harness.config import UNARMED
 from harness.records.schema import Record, Row, Verdict
 from harness.tasks import blocks, verdicts
 from harness.tasks.arms import AGAIN, Problem, policy_of, prove, prove_blocks, prove_replicas, sharing
+from harness.tasks.blocks import Timed
 from harness.tasks.limits import contradictions
 
 OUTCOMES = ("correct", "wrong", "unparsed", "truncated")
@@ -44,19 +47,24 @@ def judged(record: Record) -> bool:
     return "verdict" in record.identity.config
 
 
+def fixed_width(record: Record) -> bool:
+    """Whether as many drafts are verified whatever the load: else no arm is an identity or accuracy arm."""
+    return record.identity.config["engine"].get("fixed_width", True)
+
+
 def summarize(record: Record, rows: Sequence[Row]) -> dict[str, Any]:
     """Per arm: its own numbers, and its change against the first arm over the items both answered.
 
     Only a bench has times: a gate may ask in lists, whose items have no wall of their own.
     """
     arms = by_arm(record, rows)
-    baseline = next(iter(arms), None)
     clock = Clock.of(record, rows)
+    baseline = clock.baseline or None
     summary = {name: _arm(name, arm_rows, clock) for name, arm_rows in arms.items()}
-    others = [name for name in arms if baseline is not None and name != baseline]
+    others = list(arms)[1:]
     for name in others:
-        summary[name]["change"] = _change(record, arms[baseline], arms[name], name, clock)
-        if clock.blocks is not None:
+        summary[name]["change"] = _change(record, arms[clock.baseline], arms[name], name, clock)
+        if clock.walls is not None:
             summary[name]["triplets"] = clock.gain(name)
     if judged(record) and record.task == "bench":
         _judge(record, arms, summary, others, clock)
@@ -67,18 +75,16 @@ def _judge(
     record: Record, arms: Mapping[str, list[Row]], summary: dict[str, Any], others: Sequence[str], clock: Clock
 ) -> None:
     """Verdicts of the arms, and their accuracy tests corrected for how many there are."""
-    claims = []
+    claims: list[verdicts.Claim] = []
     for name in others:
-        pairs = _pairs(arms[clock.baseline], arms[name])
-        tokens, _ = _columns(pairs)
-        outcomes = [{row.item: row.outcome for row in side} for side in (arms[clock.baseline], arms[name])]
-        changes = {
+        base, candidate = arms[clock.baseline], arms[name]
+        pairs = _pairs(base, candidate)
+        changes: dict[str, verdicts.Interval] = {
             "tps": partial(_tps_change, clock, pairs, name),
-            "length": lambda confidence, tokens=tokens: stats.change(*tokens, confidence=confidence),
-            "accuracy": lambda confidence, sides=outcomes: stats.paired_accuracy(*sides, confidence).change,
+            "length": partial(_length_change, pairs),
         }
-        if not any(summary[name]["outcomes"].values()):
-            del changes["accuracy"]
+        if any(summary[name]["outcomes"].values()) and fixed_width(record):
+            changes["accuracy"] = partial(_accuracy_change, base, candidate)
         claims += verdicts.claims(record, name, changes)
     for name, verdict in verdicts.decided(claims, record.identity.config["verdict"]["alpha"]).items():
         summary[name]["verdict"] = verdict
@@ -90,13 +96,13 @@ def _judge(
 
 @dataclass(frozen=True)
 class Clock:
-    """What a run's times are of. timed: false: of nothing. blocks: None: of requests, one at a time."""
+    """What a run's times are of. timed: false: of nothing. walls: of blocks; None: of requests, one at a time."""
 
     baseline: str
     timed: bool
     gpus: int
     max_drift: float
-    blocks: list[blocks.Timed] | None
+    walls: list[Timed] | None
 
     @classmethod
     def of(cls, record: Record, rows: Sequence[Row]) -> Clock:
@@ -104,8 +110,8 @@ class Clock:
         found = blocks.timed(rows) if blocks.in_blocks(rows) else None
         return cls(next(iter(record.arms), ""), record.task == "bench", gpus_per_server(record), drift, found)
 
-    def triplets(self, arm: str) -> list[tuple[blocks.Timed, blocks.Timed, blocks.Timed]]:
-        return blocks.triplets(self.blocks or [], self.baseline, arm)
+    def triplets(self, arm: str) -> list[tuple[Timed, Timed, Timed]]:
+        return blocks.triplets(self.walls or [], self.baseline, arm)
 
     def gain(self, arm: str, confidence: float = stats.CONFIDENCE) -> stats.TripletGain:
         return blocks.gain(self.triplets(arm), self.max_drift, confidence)
@@ -154,14 +160,14 @@ def _times(name: str, rows: Sequence[Row], tokens: Sequence[int], clock: Clock) 
     if not clock.timed:
         return dict.fromkeys(("wall_s", "tps", "tps_per_gpu", "wall_per_item"))
     walls = [row.wall_s for row in rows]
-    if clock.blocks is not None:
+    if clock.walls is not None:
         return {
-            "wall_s": blocks.wall(clock.blocks, name),
-            "tps": blocks.rate(clock.blocks, name),
-            "tps_per_gpu": blocks.rate(clock.blocks, name, clock.gpus) if clock.gpus else None,
+            "wall_s": blocks.wall(clock.walls, name),
+            "tps": blocks.rate(clock.walls, name),
+            "tps_per_gpu": blocks.rate(clock.walls, name, clock.gpus) if clock.gpus else None,
             "wall_per_item": None,
             "latency_per_item": stats.ratio(walls, [1] * len(walls), clusters=[row.item for row in rows]),
-            "blocks": sum(block.arm == name for block in clock.blocks),
+            "blocks": sum(block.arm == name for block in clock.walls),
         }
     return {
         "wall_s": math.fsum(walls),
@@ -180,21 +186,18 @@ def _histogram(rows: Sequence[Row]) -> list[int]:
 def _change(record: Record, base: Sequence[Row], candidate: Sequence[Row], name: str, clock: Clock) -> dict[str, Any]:
     pairs = _pairs(base, candidate)
     tokens, walls = _columns(pairs)
-    accuracy = stats.paired_accuracy(
-        {row.item: row.outcome for row in _firsts(base) if row.outcome is not None or row.error},
-        {row.item: row.outcome for row in _firsts(candidate) if row.outcome is not None or row.error},
-    )
+    accuracy = _accuracy(base, candidate)
     loops = [sum(stats.find_loop(row.output_ids) is not None for row in side) for side in zip(*pairs, strict=True)]
     found = {
         "items": len(pairs),
         "tps": _tps_change(clock, pairs, name) if clock.timed else None,
-        "wall_per_item": stats.change(*walls) if clock.timed and clock.blocks is None else None,
-        "tokens_per_item": stats.change(*tokens),
+        "wall_per_item": stats.change(walls[0], walls[1]) if clock.timed and clock.walls is None else None,
+        "tokens_per_item": stats.change(tokens[0], tokens[1]),
         "accuracy": asdict(accuracy),
         "outputs_changed": sum(a.output_ids != b.output_ids for a, b in pairs),
         "degenerate": bool(loops) and loops[1] - loops[0] > max(1, _loops(record) * len(pairs)),
     }
-    if clock.timed and clock.blocks is not None:
+    if clock.timed and clock.walls is not None:
         found["block_wall"] = blocks.wall_change(clock.triplets(name), clock.gain(name))
     return found
 
@@ -206,10 +209,29 @@ def _loops(record: Record) -> float:
 def _tps_change(
     clock: Clock, pairs: Sequence[tuple[Row, Row]], name: str, confidence: float = stats.CONFIDENCE
 ) -> stats.Estimate:
-    if clock.blocks is not None:
+    if clock.walls is not None:
         return clock.gain(name, confidence).gain
     tokens, walls = _columns(pairs)
     return stats.throughput_change(tokens[0], walls[0], tokens[1], walls[1], confidence=confidence)
+
+
+def _length_change(pairs: Sequence[tuple[Row, Row]], confidence: float) -> stats.Estimate:
+    tokens, _ = _columns(pairs)
+    return stats.change(tokens[0], tokens[1], confidence=confidence)
+
+
+def _accuracy_change(base: Sequence[Row], candidate: Sequence[Row], confidence: float) -> stats.Estimate:
+    return _accuracy(base, candidate, confidence).change
+
+
+def _accuracy(
+    base: Sequence[Row], candidate: Sequence[Row], confidence: float = stats.CONFIDENCE
+) -> stats.PairedAccuracy:
+    left, right = (
+        {row.item: row.outcome for row in _firsts(side) if row.outcome is not None or row.error}
+        for side in (base, candidate)
+    )
+    return stats.paired_accuracy(left, right, confidence)
 
 
 def _firsts(rows: Sequence[Row]) -> list[Row]:
@@ -269,8 +291,8 @@ def identity_problems(
 ) -> list[Problem]:
     """Passes only if everything expected was compared, there was something, and nothing differed.
 
-    base: the baseline. repeat: the baseline against itself, where it answered twice: as much as it differs, another arm may. exact: false:
-    batches are not reproducible, so a difference may be rounding.
+    base: the baseline. repeat: the baseline against itself, where it answered twice: as much as it differs, another arm
+    may. exact: false: batches are not reproducible, so a difference may be rounding.
     """
     if gate["mismatches"]:
         first = gate["first"]
@@ -292,7 +314,7 @@ def identity_problems(
 def _more(gate: Mapping[str, Any], repeat: Mapping[str, Any]) -> bool:
     """Whether an arm differs from the baseline in more items than the baseline from itself (Fisher, one-sided, 1 %)."""
     table = [[side["mismatches"], side["compared"] - side["mismatches"]] for side in (gate, repeat)]
-    return bool(fisher_exact(table, alternative="greater").pvalue < MORE_MISMATCHES)
+    return bool(fisher_exact(np.array(table), alternative="greater").pvalue < MORE_MISMATCHES)
 
 
 def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]:
@@ -328,7 +350,7 @@ def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]
 def _identities(record: Record, arms: Mapping[str, list[Row]], gates: dict[str, Any]) -> list[Problem]:
     """Every greedy arm that promises the baseline's ids, against it: an engine without its adapter, else strict."""
     base = UNARMED if UNARMED in arms else "strict"
-    if base not in arms or record.arms[base].temperature > 0:
+    if base not in arms or record.arms[base].temperature > 0 or not fixed_width(record):
         return []
     same = [name for name, arm in record.arms.items() if (policy := policy_of(arm)) is None or policy.is_strict]
     found = {
@@ -364,13 +386,13 @@ def reproducible(record: Record) -> bool:
 def _contradictions(record: Record, arms: Mapping[str, list[Row]]) -> list[Problem]:
     """Of every arm with a budget. Only one request at a time is the same arithmetic as long as nothing is relaxed."""
     base = "strict" if "strict" in arms else UNARMED
-    if base not in arms:
+    if base not in arms or not fixed_width(record):
         return []
     problems = []
     strict = list(_answered(arms[base]).values())
     for name, arm in record.arms.items():
         policy = policy_of(arm)
-        if policy is not None and policy.rule == "asd" and not policy.is_strict:
+        if policy is not None and policy.rule in GREEDY_RULES and not policy.is_strict:
             texts = contradictions(name, strict, arms[name], alone=record.workload.get("concurrency") == 1)
             problems += [Problem("fail", text) for text in texts]
     return problems
@@ -385,7 +407,7 @@ def _unbounded(record: Record, arms: Mapping[str, list[Row]], rows: Sequence[Row
         tps = _tps_change(clock, pairs, name)
         if len(pairs) < 2 or not (math.isfinite(tps.low) and math.isfinite(tps.high)):
             on = f"{len(pairs)} items"
-            if clock.blocks is not None:
+            if clock.walls is not None:
                 found = clock.gain(name)
                 limit = f"{100 * found.max_drift:g} %"
                 on = f"{tps.n} blocks, {len(found.rejected)} left out where the baseline moved by more than {limit}"
