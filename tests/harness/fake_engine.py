@@ -2,7 +2,7 @@
 
 The answer to a prompt is a function of its ids. A policy with a budget changes the last id of some answers and says so.
 FAKE_FAULT names one way to misbehave (FAULTS); FAKE_AFTER: only from that many generations on. FAKE_TICKS: a pipe that
-gets a byte per generation, and ends with the process.
+gets a byte per generation, and ends with the process. FAKE_UNARMED: there is no adapter, and nobody asks for one.
 
 Run as a module it takes the command line of the reference engine.
 """
@@ -196,6 +196,8 @@ class Fake:
                 "e2e_latency": 0.0,
             },
         }
+        if "FAKE_UNARMED" in os.environ:
+            del answer["meta_info"]["specaccept"]
         if self.wanted in SPOILT and self.fault(self.wanted):
             SPOILT[self.wanted](answer)
         return answer
@@ -230,7 +232,8 @@ class Fake:
             "speculative_draft_model_path": self.reported_draft(),
             "max_running_requests": 16,
         }
-        return JSONResponse(described if self.wanted == "unarmed" else described | {"specaccept": snapshot})
+        bare = self.wanted == "unarmed" or "FAKE_UNARMED" in os.environ
+        return JSONResponse(described if bare else described | {"specaccept": snapshot})
 
     def reported_draft(self) -> str | None:
         if self.wanted == "no-draft":
