@@ -9,7 +9,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from adapters.rules import benchmark_report
 from harness.publish import cells, charts, labels, parts, sections
 from harness.publish.parts import Cell, Link
 from harness.publish.sections import Published
@@ -418,8 +417,13 @@ def histogram(record: Record) -> dict[str, Any]:
 
 def kernels(results: Path) -> list[dict[str, Any]]:
     """Of each GPU the largest vocabulary and draft length, in float32; everything else is on the kernels' own page."""
+    files = sorted((results / "kernels").glob("*.csv"))
+    if not files:
+        return []
+    from adapters.rules import benchmark_report  # brings torch, which a harness that measures has no use for
+
     found = []
-    for gpu, rows in benchmark_report.read((results / "kernels").glob("*.csv")).items():
+    for gpu, rows in benchmark_report.read(files).items():
         sizes = [(key[2], key[3]) for key in rows if key[5] == "float32" and key[2]]
         if not sizes:
             continue
@@ -443,4 +447,6 @@ def kernels(results: Path) -> list[dict[str, Any]]:
 
 
 def _time(value: float | None) -> str:
+    from adapters.rules import benchmark_report
+
     return cells.NOT_RUN if value is None else benchmark_report.cell(value)
