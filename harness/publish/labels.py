@@ -192,7 +192,7 @@ def machine(record: Record) -> str:
 def code(record: Record) -> str:
     commit, dirty = record.identity.code["commit"], record.identity.code["dirty"]
     text = f"commit {commit[:12]}" if commit else f"content {record.identity.code['sha256'][:12]}"
-    return text + (" with changes" if dirty else "")
+    return text + (" (changes unknown)" if dirty == "unknown" else " with changes" if dirty else "")
 
 
 def link(record: Record) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from harness.publish import cells, charts, labels, parts, sections
 from harness.publish.parts import Cell, Link
 from harness.publish.sections import Published
-from harness.publish.selection import Selection, Shown, Sweep, candidate, changes_of, passed
+from harness.publish.selection import AGAIN, Selection, Shown, Sweep, candidate, changes_of, passed
 from harness.records import Record
 from harness.records.read import Loaded
-from harness.records.schema import Arm, digest
+from harness.records.schema import digest
 from harness.stats import Estimate
 
 SITE = "site/index.html"
@@ -62,12 +63,13 @@ def page(results: Path, selection: Selection, figures: Sequence[Published]) -> b
             for each in unsettled(selection)
         ),
         *(sections.other(run) for run in selection.others),
-        *(row for sweep in selection.sweeps for row in sections.not_on_front(sweep)),
+        *(row for sweep in selection.sweeps for row in sections.without_pass(sweep)),
     ]
     text = environment.get_template("site.html.j2").render(
         findings=[found for each in shown if (found := finding(each))][:FINDINGS],
         columns=COLUMNS,
         groups=groups(shown),
+        apart=groups([each for each in selection.benches if not passed(each.record)]),
         filters=filters(shown),
         panels=[panel(sweep) for sweep in selection.sweeps if sweep.points]
         or [own for each in shown if (own := arms_panel(each))],
@@ -75,7 +77,7 @@ def page(results: Path, selection: Selection, figures: Sequence[Published]) -> b
         sweeps=[
             {
                 "title": sections.sweep_title(sweep),
-                "columns": (*(name.rpartition(".")[2] for name in sections.varied(sweep)), *sections.POINTS),
+                "columns": (*(name.rpartition(".")[2] for name in sections.varied(sweep)), *sections.POINTS[:-1]),
                 "rows": [
                     (
                         sections.point_row(point, sections.varied(sweep)),
@@ -115,7 +117,7 @@ def page(results: Path, selection: Selection, figures: Sequence[Published]) -> b
 
 
 def unsettled(selection: Selection) -> list[Shown]:
-    """Questions of which no run passed."""
+    """Questions of which no run passed, their newest."""
     return [each for each in (*selection.benches, *selection.gates) if not passed(each.record)]
 
 
@@ -203,7 +205,7 @@ def groups(shown: Sequence[Shown]) -> list[dict[str, Any]]:
 
 
 def row(record: Record, arm: str, scales: Sequence[float]) -> dict[str, Any]:
-    """Cells of one arm: (text, small print or nothing, mark or nothing)."""
+    """Cells of one arm: (text, lines of small print, mark or nothing)."""
     values = cells.arm_cells(record, arm)
     found = record.summary["arms"][arm]
     marks = [
@@ -217,28 +219,39 @@ def row(record: Record, arm: str, scales: Sequence[float]) -> dict[str, Any]:
     bad += ["more loops"] if values["loops"] == "more" else []
     return {
         "arm": arm,
-        "key": record.arms[arm].policy_key,
+        "key": "A/A: the baseline again" if arm.endswith(AGAIN) else record.arms[arm].policy_key,
         "cells": [
-            (values["TPS"], cells.spread(found["tps"], 1), None),
-            _pair(values, "TPS change", marks[0]),
+            (values["TPS"], [cells.spread(found["tps"], 1)], None),
+            _pair(
+                values,
+                "TPS change",
+                marks[0],
+                [f"{kept} triplets" for kept in [values[cells.TRIPLETS]] if kept[0].isdigit()],
+            ),
             _pair(values, "wall change"),
             _pair(values, "length change"),
-            (values["tokens per step *"], cells.spread(found["tokens_per_step"], 2), None),
-            (values["accuracy"], values["correct"] if values["correct"] != values["accuracy"] else "", None),
+            (values["tokens per step *"], [cells.spread(found["tokens_per_step"], 2)], None),
+            (values["accuracy"], [values["correct"]] if values["correct"] != values["accuracy"] else [], None),
             _pair(values, "accuracy change", marks[1]),
-            (values["flips"], f"detectable: {values['detectable']}" if paired else "", None),
-            ("; ".join(bad) or "none", "", None),
-            (values["identity"], "", None),
-            (values["verdict"], "", None),
+            (
+                values["flips"],
+                [f"detectable: {values['detectable']}"] if paired and values["flips"] != values["detectable"] else [],
+                None,
+            ),
+            ("; ".join(bad) or "none", [], None),
+            (values["identity"], [], None),
+            (values["verdict"], [], None),
         ],
         "drawer": drawer(record, arm),
     }
 
 
-def _pair(values: Mapping[str, str], name: str, mark: charts.Interval | None = None) -> tuple[Any, ...]:
+def _pair(
+    values: Mapping[str, str], name: str, mark: charts.Interval | None = None, more: Sequence[str] = ()
+) -> tuple[Any, ...]:
     """A change with its interval; a word that is both is said once."""
     text, spread = values[name], values[f"{name}, 95 %"]
-    return text, spread if spread != text else "", mark
+    return text, [*([spread] if spread != text else []), *more], mark
 
 
 def drawer(record: Record, arm: str) -> dict[str, Any]:
@@ -249,7 +262,7 @@ def drawer(record: Record, arm: str) -> dict[str, Any]:
     launched, engine = record.launch or {}, identity.engine or {}
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in environment.get("gpus", [])) or "none"
     foreign = launched.get("foreign_adapter")
-    segments = len(getattr(record, "segments", None) or [])
+    segments = len(record.segments)
     facts: dict[str, list[tuple[str, Cell]]] = {
         "Run": [
             ("record", labels.link(record)),
@@ -263,7 +276,7 @@ def drawer(record: Record, arm: str) -> dict[str, Any]:
         ],
         "Code": [
             ("commit", _known(identity.code.get("commit"))),
-            ("dirty", UNRECORDED if dirty is None else "yes" if dirty else "no"),
+            ("dirty", UNRECORDED if dirty is None else "yes" if dirty is True else dirty or "no"),
             ("content", _known(identity.code.get("sha256"))),
             ("adapter", Link(f"{len(files)} files, {digest(files)[:12]}", f"{SITE}#adapter-{digest(files)[:12]}")),
             ("foreign files", ", ".join(foreign) if foreign else "none"),
@@ -292,7 +305,8 @@ def drawer(record: Record, arm: str) -> dict[str, Any]:
             ("key", kept.policy_key),
             ("from", kept.policy_source),
             ("temperature", f"{kept.temperature:g}"),
-            ("counters", _moved(kept)),
+            ("counters", _moved(record, arm)),
+            ("verdict", _reasons(record, arm)),
         ],
     }
     config = json.dumps(identity.config, indent=1, sort_keys=True, ensure_ascii=False)
@@ -318,20 +332,26 @@ def _data(found: Mapping[str, Any]) -> str:
     return f"{source or UNRECORDED}; SHA-256 {hashes or UNRECORDED}"
 
 
-def _moved(arm: Arm) -> str:
-    """What the adapter's counters of this policy moved by."""
-    before, after = arm.counters_before or {}, arm.counters_after or {}
-    moved = {
-        name: value - before.get(name, 0)
-        for name, value in after.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    return (
-        ", ".join(
-            f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:,.3f}" for name, value in moved.items()
-        )
-        or "none"
-    )
+def _moved(record: Record, arm: str) -> str:
+    """What the adapter's counters of this policy moved by, over all segments of the run."""
+    kept = record.arms[arm]
+    windows = [segment.counters[arm] for segment in record.segments if arm in segment.counters]
+    moved: dict[str, float] = {}
+    for before, after in windows or [(kept.counters_before, kept.counters_after)]:
+        for name, value in (after or {}).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                moved[name] = moved.get(name, 0) + value - (before or {}).get(name, 0)
+    told = (f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:,.3f}" for name, value in moved.items())
+    return ", ".join(told) or "none kept"
+
+
+def _reasons(record: Record, arm: str) -> str:
+    """The arm's verdict with its reasons, else the run's."""
+    own = record.summary["arms"][arm].get("verdict")
+    outcome, reasons = (own["outcome"], own["reasons"]) if own else ("", [])
+    if record.verdict is not None and not own:
+        outcome, reasons = record.verdict.outcome, record.verdict.reasons
+    return "; ".join([f"{outcome or 'none'}{'' if own else ', of the whole run'}", *reasons])
 
 
 def adapters(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -345,12 +365,12 @@ def panel(sweep: Sweep) -> dict[str, Any]:
     names = sections.varied(sweep)
     dots = []
     for point in sweep.points:
-        label = " ".join(f"{_letter(name)}={cells.setting(point.varied.get(name))}" for name in names)
+        label = sections.settings(point.varied, names)
         dots.append(_dot(point.record, point.arm, point.standing, label if point.standing == "front" else "", label))
     return {
         "title": sections.sweep_title(sweep),
         "plot": charts.scatter(dots),
-        "note": ", ".join(f"{_letter(name)} is {name}" for name in names),
+        "note": ", ".join(f"{sections.letter(name)} is {name}" for name in names),
     }
 
 
@@ -378,12 +398,6 @@ def _dot(record: Record, arm: str, kind: str, label: str, name: str) -> charts.D
         f"{values['accuracy change']} {values['accuracy change, 95 %']} accuracy"
     )
     return charts.Dot(speed, accuracy, kind, label, f"#{record.id}", words)
-
-
-def _letter(name: str) -> str:
-    """`policy.budget` as the papers' letter."""
-    letters = {"budget": "B", "gate": "g", "max_mismatches": "m"}
-    return letters.get(last := name.rpartition(".")[2], last)
 
 
 def histogram(record: Record) -> dict[str, Any]:
@@ -417,36 +431,46 @@ def histogram(record: Record) -> dict[str, Any]:
 
 def kernels(results: Path) -> list[dict[str, Any]]:
     """Of each GPU the largest vocabulary and draft length, in float32; everything else is on the kernels' own page."""
-    files = sorted((results / "kernels").glob("*.csv"))
-    if not files:
-        return []
-    from adapters.rules import benchmark_report  # brings torch, which a harness that measures has no use for
-
-    found = []
-    for gpu, rows in benchmark_report.read(files).items():
-        sizes = [(key[2], key[3]) for key in rows if key[5] == "float32" and key[2]]
-        if not sizes:
-            continue
-        V, K = max(sizes)
-        shape = benchmark_report.Shape(rows, V, K, "float32")
-        batches = [B for B in KERNEL_BATCHES if B in shape.batches]
-        any_row = next(iter(rows.values()))
-        for kernel in (benchmark_report.GREEDY, benchmark_report.SAMPLED):
-            found.append(
-                {
-                    "title": f"{kernel.capitalize()} on {gpu}, float32, V = {V:,}, K = {K}",
-                    "note": f"torch {any_row['torch']}, triton {any_row['triton']}, commit {any_row['commit'][:12]}",
-                    "columns": ["microseconds, median", *(f"{B} requests" if B > 1 else "1 request" for B in batches)],
-                    "rows": [
-                        [provider, *(_time(shape.us(kernel, provider, B)) for B in batches)]
-                        for provider in shape.providers(kernel)
-                    ],
-                }
-            )
-    return found
+    newest: dict[tuple[str, ...], dict[str, str]] = {}
+    for path in sorted((results / "kernels").glob("*.csv")):
+        with path.open(newline="") as file:
+            for line in csv.DictReader(file):
+                name = tuple(line[part] for part in ("gpu", "kernel", "provider", "V", "K", "B"))
+                wanted = line["metric"] == "latency" and line["dtype"] == "float32" and line["provider"] != "floor"
+                if wanted and (name not in newest or newest[name]["timestamp"] <= line["timestamp"]):
+                    newest[name] = line
+    lines = list(newest.values())
+    return [table for gpu in dict.fromkeys(line["gpu"] for line in lines) for table in _kernels(gpu, lines)]
 
 
-def _time(value: float | None) -> str:
-    from adapters.rules import benchmark_report
+def _kernels(gpu: str, lines: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """A table per kernel of one GPU: providers in the order they were measured, sizes of the step across."""
+    sizes = [(int(line["V"]), int(line["K"])) for line in lines if line["gpu"] == gpu]
+    V, K = max(sizes)
+    own = [line for line in lines if (line["gpu"], line["V"], line["K"]) == (gpu, str(V), str(K))]
+    batches = [B for B in KERNEL_BATCHES if str(B) in {line["B"] for line in own}]
+    tables = []
+    for kernel in dict.fromkeys(line["kernel"] for line in own):
+        times = {(line["provider"], int(line["B"])): line for line in own if line["kernel"] == kernel}
+        commits = dict.fromkeys(
+            f"torch {line['torch']}, triton {line['triton']}, commit {line['commit'][:12]}" for line in times.values()
+        )
+        tables.append(
+            {
+                "title": f"{kernel.capitalize()} on {gpu}, float32, V = {V:,}, K = {K}",
+                "note": "; ".join(commits),
+                "columns": ["microseconds, median", *(f"{B} requests" if B > 1 else "1 request" for B in batches)],
+                "rows": [
+                    [provider, *(_time(times.get((provider, B))) for B in batches)]
+                    for provider in dict.fromkeys(name for name, _ in times)
+                ],
+            }
+        )
+    return tables
 
-    return cells.NOT_RUN if value is None else benchmark_report.cell(value)
+
+def _time(line: Mapping[str, str] | None) -> str:
+    """Three digits, or why there is none."""
+    if line is None:
+        return cells.NOT_RUN
+    return f"{float(line['p50']):.3g}" if line["p50"] else line["note"] or cells.NOT_RUN

@@ -14,6 +14,7 @@ from typing import Any
 from harness.config import ROOT, Config
 from harness.engines.checkpoint import identify
 from harness.launch.capability import gpus
+from harness.records.archive import without_git
 from harness.records.run import plan_digest
 from harness.records.schema import Identity
 
@@ -40,15 +41,14 @@ def code() -> dict[str, Any]:
     """Commit, whether the code differs from it, and the SHA-256 of the code as it lies on disk.
 
     As this process found them when it first asked. dirty looks at the code alone: records and tables that a run leaves
-    behind do not make the next one dirty. commit and dirty are None outside a git checkout; the SHA-256 still names the
-    content.
+    behind do not make the next one dirty. Outside a git checkout they are what its archive says (archive.py), or None;
+    the SHA-256 still names the content.
     """
-    status = _git("status", "--porcelain", "--untracked-files=all", "--", *CODE)
-    return {
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": None if status is None else bool(status),
-        "sha256": _content(),
-    }
+    content = _content()
+    status = _git("status", "--porcelain", "--untracked-files=all", "--", *CODE) if (ROOT / ".git").exists() else None
+    if status is None:
+        return without_git(ROOT, content) | {"sha256": content}
+    return {"commit": _git("rev-parse", "HEAD"), "dirty": bool(status), "sha256": content}
 
 
 def _content() -> str:
