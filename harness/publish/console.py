@@ -52,6 +52,11 @@ class Bars:
     ) -> None:
         self._progress.stop()
 
+    def add_kept(self, rows: Sequence[Row]) -> None:
+        """Answers that a run which is continued had before."""
+        for arm in self._tasks:
+            self._progress.update(self._tasks[arm], advance=sum(row.arm == arm for row in rows))
+
     def add(self, row: Row) -> None:
         self._advance(row.arm, 1, len(row.output_ids), row.wall_s)
 
@@ -85,7 +90,7 @@ def report(record: Record, folder: Path) -> None:
     else:
         columns, rows = bench_table(record)
         table(columns, rows, title(record))
-        print(fill(footnote(rows), 80))
+        print(fill(footnote(rows, list(record.arms)), 80))
     assert record.verdict is not None
     print(f"verdict: {record.verdict.outcome}" + "".join(f"\n  {reason}" for reason in record.verdict.reasons))
     print(f"record:  {os.path.relpath(folder)}")

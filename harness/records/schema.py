@@ -124,7 +124,7 @@ class Row(msgspec.Struct, kw_only=True):
     outcome, parsed, rule: of scoring, None until scored; outcome `error`: it could not be scored, and rule says why.
     steps: verify steps. proposed: drafts verified. accepted: drafts accepted. histogram[n]: steps with n accepted.
     segment: of the run, 0 the first. rejections: [regret, position, live drafts] of each first rejection, of a
-    calibration.
+    calibration; None for a regret that is not finite.
     step_lengths: drafts accepted by each verify step, in order; None: the engine does not say, or the record is older.
     """
 
@@ -160,14 +160,13 @@ class Row(msgspec.Struct, kw_only=True):
     rule: str | None = None
     segment: int = 0
     step_lengths: list[int] | None = None
-    rejections: list[list[float]] | None = None
+    rejections: list[list[float | None]] | None = None
 
 
-def _arrow(name: str, kind: Any) -> pa.Field:
+def _arrow(name: str, kind: str) -> pa.Field:
     kinds = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "list[int]": pa.list_(pa.int64())}
-    kinds["list[list[float]]"] = pa.list_(pa.list_(pa.float64()))
-    base, _, optional = str(kind).partition(" | ")
-    return pa.field(name, kinds[base], nullable=bool(optional))
+    kinds["list[list[float | None]]"] = pa.list_(pa.list_(pa.float64()))
+    return pa.field(name, kinds[kind.removesuffix(" | None")], nullable=kind.endswith(" | None"))
 
 
 ROWS = pa.schema([_arrow(name, kind) for name, kind in Row.__annotations__.items()])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice, zip_longest
 
@@ -28,7 +29,6 @@ from harness.tasks.scoring import code_runner, score_rows
 from harness.tasks.session import Session, session
 from harness.tasks.summary import judge, summarize
 from harness.traffic import Item
-
 
 WAVE = 8  # items of each replica between two checkpoints, for which all wait
 
@@ -90,7 +90,8 @@ def warm_up(this: Session, arms: Sequence[Plan], count: int = 1) -> None:
 
 
 def _warm(this: Session, arm: Plan, replica: EngineClient, item: Item) -> None:
-    replica.generate(this.request(arm, item))
+    request = this.request(arm, item)
+    replica.generate(replace(request, rid=f"warmup-{request.rid}"))  # a capture can tell it from what is measured
 
 
 def measure(this: Session, arms: Sequence[Plan]) -> None:
