@@ -68,7 +68,7 @@ class Fake:
         if self.policy is not None and self.policy.rule == "asd" and not sampled:
             budget = not self.policy.is_strict
             relaxed = int(budget and accepted > 0 and digest[1] % 2)
-            ids[-1] += relaxed or (self.fault == "b0" and not budget)
+            ids[-1] += relaxed + (known and relaxed) or (self.fault == "b0" and not budget)  # its steps lie elsewhere
         if self.policy is not None:
             self.count(parameters["seed"], sampled, steps, accepted, relaxed, length - (not known))
         totals = {
