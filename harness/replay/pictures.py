@@ -92,7 +92,8 @@ def _positions(axes: Any, shown: Sequence[Entry]) -> None:
     axes.set_ylim(0, 1)
     axes.set_xlabel("draft")
     axes.set_ylabel("share of blocks that accept it")
-    axes.legend(frameon=False, fontsize=7, ncols=2)
+    if shown:
+        axes.legend(frameon=False, fontsize=7, ncols=2)
 
 
 def _regret(axes: Any, found: Mapping[str, Any]) -> None:
@@ -102,7 +103,7 @@ def _regret(axes: Any, found: Mapping[str, Any]) -> None:
     axes.set_ylim(0, 1)
     axes.set_xlabel("regret of the first mismatch, nats")
     axes.set_ylabel("share of blocks, at most")
-    axes.legend(frameon=False)
+    _legend(axes)
 
 
 def _entropy(axes: Any, found: Mapping[str, Any]) -> None:
@@ -119,4 +120,9 @@ def _entropy(axes: Any, found: Mapping[str, Any]) -> None:
     axes.set_ylim(0, 1)
     axes.set_xlabel("entropy of the target, nats (bins of 10 positions or more)")
     axes.set_ylabel("share of drafts that match")
-    axes.legend(frameon=False)
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)

@@ -15,6 +15,7 @@ from harness.replay.reader import Capture
 
 Array = NDArray[Any]
 NO_CUT = 2**31 - 1
+NOT_MEASURED = ("probe-", "warmup-")  # request ids of a harness that asks whether an engine is ready, and warms it up
 
 
 @dataclass
@@ -119,20 +120,22 @@ def _running(state: Array, marks: Array) -> list[Array]:
 
 
 def policies(capture: Capture) -> dict[str, int]:
-    """Requests by the key of the policy that ran."""
+    """Measured requests by the key of the policy that ran."""
     found: dict[str, int] = {}
     for info in capture.requests.values():
-        found[info["policy"]] = found.get(info["policy"], 0) + 1
+        if not info["rid"].startswith(NOT_MEASURED):
+            found[info["policy"]] = found.get(info["policy"], 0) + 1
     return found
 
 
 def select(capture: Capture, policy: str) -> tuple[Table, list[str]]:
     """The countable blocks of one policy's requests, and notes on what was left out.
 
-    Left out: steps an engine ran past the end of a request; what follows a gap (a dropped block), because ledger and
-    phase are unknown behind it; requests that did not end keep their blocks, the last one included.
+    Left out: a harness's probes and warm-up; steps an engine ran past the end of a request; what follows a gap (a
+    dropped block), because ledger and phase are unknown behind it. Requests that did not end keep all their blocks.
     """
-    chosen = [number for number, info in capture.requests.items() if info["policy"] == policy]
+    mine = {number: info["rid"] for number, info in capture.requests.items() if info["policy"] == policy}
+    chosen = [number for number, rid in mine.items() if not rid.startswith(NOT_MEASURED)]
     if not chosen:
         raise CaptureError(
             f"capture: policy {policy}: expected one of {', '.join(policies(capture))}, found no request"

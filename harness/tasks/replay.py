@@ -90,9 +90,8 @@ def run(config: Config) -> int:
 
 def _default(found: dict[str, int]) -> str:
     """The policy whose blocks are read where none is named: a lossless one, if there is one."""
-    for key in ("strict", "chain"):
-        if key in found:
-            return key
+    if lossless := {key: count for key, count in found.items() if key in ("strict", "chain")}:
+        return max(lossless, key=lambda key: lossless[key])
     if len(found) == 1:
         return next(iter(found))
     raise CaptureError(f"capture: replay.policy: expected one of {', '.join(found) or 'none'}, found nothing")
