@@ -1,5 +1,5 @@
 # Thin: every target calls `python -m harness`, which is where the behaviour and the exit status live.
-#   make bench [MODEL= POLICY= ENGINE= LAUNCH= IMAGE= URL= TRAFFIC= DATA= LIMIT= OUT=] [ARGS="any Hydra override"]
+#   make bench [MODEL= POLICY= ENGINE= LAUNCH= IMAGE= URL= TRAFFIC= DATA= LIMIT= CAPTURE= OUT=] [ARGS="any Hydra override"]
 SHELL := bash
 VENV ?= .venv
 PYTHON ?= python3
@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # One variable of the command line = one Hydra override of the same name in lower case; unset ones are left to recipes/.
-override VARIABLES := MODEL POLICY ENGINE LAUNCH IMAGE URL TRAFFIC DATA LIMIT OUT
+override VARIABLES := MODEL POLICY ENGINE LAUNCH IMAGE URL TRAFFIC DATA LIMIT CAPTURE OUT
 # Values reach the shell in single quotes and unexpanded: quotes, spaces and dollars in them are text.
 quote = '$(subst ','\'',$(1))'
 OVERRIDES = $(foreach v,$(VARIABLES),$(if $(value $(v)),$(call quote,$(shell echo $(v) | tr A-Z a-z)=$(value $(v)))))
 HARNESS = $(BIN)/python -m harness
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench gate calibrate tables tables-check doctor images test check bench-reference bench-kernels lock clean
+.PHONY: help setup bench gate calibrate sweep replay tables tables-check site doctor images test check bench-reference bench-kernels lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,14 +28,17 @@ $(STAMP): requirements.lock pyproject.toml setup.py
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-bench gate calibrate tables tables-check doctor: $(STAMP)
+bench gate calibrate sweep replay tables tables-check site doctor: $(STAMP)
 	@$(HARNESS) task=$(subst -,_,$@) $(OVERRIDES) $(ARGS)
 
 bench: ## strict, asd-b0 and the policy on one engine: TPS, accuracy, identity
 gate: ## B=0 against strict, complete token-id lists; python -m harness task=gate exits 0/1/2
 calibrate: ## regret at first rejections -> a frozen quantile policy
-tables: ## results/README.md and the plots, again, from the records
-tables-check: ## fails when a table differs from its records or lacks provenance
+sweep: ## a bench per point, resumable: make sweep ARGS="policy.budget=1,2,4 policy.max_mismatches=1,2"
+replay: ## every policy on one capture: make replay CAPTURE=folder (recipes/task/replay.yaml)
+tables: ## results/README.md, the plots and the page, again, from the records
+tables-check: ## fails when a table or the page differs from its records or lacks provenance
+site: ## results/site/index.html alone
 doctor: ## what this machine can run, row by row, and why not
 
 images: $(STAMP) ## make images IMAGE=reference-cpu [ARGS="--base-image REFERENCE"]: recipes/docker-images
