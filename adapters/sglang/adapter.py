@@ -446,7 +446,9 @@ class Adapter:
         largest difference, in nats, of a rank's ledger from rank 0's.
         """
         assert self.differences is not None
-        differences = self.differences.cpu()  # waits for the device, and so for every step in flight
+        if self.differences.is_cuda:
+            torch.cuda.synchronize(self.differences.device)  # a step in flight writes on a stream of its own
+        differences = self.differences.cpu()
         own = torch.zeros(1) if self.ledger is None else self.ledger.spent.cpu()
         first = own.clone()
         torch.distributed.broadcast(first, src=group.ranks[0], group=group.cpu_group)

@@ -47,10 +47,13 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.fixture(scope="session")
 def armed(tmp_path_factory):
-    """The adapter as the engine loads it: entry point, load_plugins, HookRegistry. Hooks stay for the session."""
-    site = tmp_path_factory.mktemp("site")
+    return arm_plugin(tmp_path_factory.mktemp("site"))
+
+
+def arm_plugin(site):
+    """The adapter as the engine loads it: entry point, load_plugins, HookRegistry. Hooks stay for the process."""
     info = site / "specaccept-0.0.0.dist-info"
-    info.mkdir()
+    info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: specaccept-under-test\nVersion: 0.0.0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nspecaccept = adapters.sglang.plugin:register\n")
     sys.path.insert(0, str(site))
@@ -74,7 +77,7 @@ def adapter(armed, monkeypatch):
     monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: types.SimpleNamespace(world_size=1))
     armed.arming = Arming()
     armed.telemetry = Telemetry("sglang", "sglang", armed.version)
-    armed.worker = armed.ledger = armed.step = None
+    armed.worker = armed.ledger = armed.step = armed.differences = None
     armed.refused, armed.caps, armed.native_sampled = {}, {}, "chain"
     return armed
 

@@ -1,15 +1,18 @@
-"""What the adapter costs a step at real size: a Qwen3-14B-shaped target and a DSpark draft with dummy weights.
+"""What the adapter costs a step at real size: the shapes of Qwen3-14B and its public DSpark draft, dummy weights.
 
-    python tests/adapters/sglang/device_steps.py --site SITE [--batches 1 8 32] [--rounds 5] [--out steps.json]
+    python tests/adapters/sglang/device_steps.py [--site SITE] [--tp N] [--batches 1 8 32] [--rounds 8] [--out FILE]
 
-One boot with the plugin, arms interleaved (no policy, B=0, B large), and with --unarmed a second boot without it. A
-step is the difference of two walls over the difference of their verify steps, so prefill drops out. Prints JSON.
+Two servers side by side, one without the plugin, asked in turn: unarmed, strict, B = 0, B large. Each sees the same
+number of verify steps at the same mean context (a policy that accepts more starts from a shorter prompt), and a step is
+the difference of two walls over the difference of their steps, so prefill and transport drop out. The gain is the mean
+of the logarithm of paired ratios with a 95 % t interval. Prints JSON; exit status 1 where B = 0 costs over 1 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -19,12 +22,21 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from device_smoke import call, params, start, stop, wait_ready
+from device_smoke import call, params, snapshot, start, stop, wait_ready
 
-ARMS = {"none": None, "asd-b0": {"rule": "asd", "budget": 0.0}, "asd-large": {"rule": "asd", "budget": 1e9}}
-VOCABULARY = 151936
+UNARMED = "unarmed"
+ARMS = {
+    UNARMED: None,
+    "strict": {"rule": "strict"},
+    "asd-b0": {"rule": "asd", "budget": 0.0},
+    "asd-large": {"rule": "asd", "budget": 1e9},
+}
+BAR = 1.01
+PLACES = 4
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 12: 2.201, 16: 2.131}
+# Qwen/Qwen3-14B, and deepseek-ai/dspark_qwen3_14b_block7 as its training configuration in DeepSpec has it.
 SHAPE = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": 151936,
     "hidden_size": 5120,
     "intermediate_size": 17408,
     "num_attention_heads": 40,
@@ -36,74 +48,104 @@ SHAPE = {
     "max_position_embeddings": 40960,
     "attention_bias": False,
     "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
     "model_type": "qwen3",
     "eos_token_id": 151645,
 }
+TARGET = SHAPE | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 40}
+DRAFT = SHAPE | {
+    "architectures": ["Qwen3DSparkModel"],
+    "num_hidden_layers": 5,
+    "block_size": 7,
+    "mask_token_id": 151669,
+    "target_layer_ids": [1, 10, 19, 28, 37],
+    "num_target_layers": 40,
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 SERVER = (
     "--attention-backend triton --speculative-draft-attention-backend flashinfer --sampling-backend pytorch "
-    "--grammar-backend none --mem-fraction-static 0.7 --context-length 4096 --max-running-requests 32 "
-    "--cuda-graph-max-bs 32 --disable-prefill-cuda-graph --disable-radix-cache --load-format dummy "
-    "--skip-tokenizer-init"
+    "--grammar-backend none --mem-fraction-static 0.8 --max-total-tokens 65536 --context-length 4096 "
+    "--max-running-requests 32 --disable-prefill-cuda-graph --disable-radix-cache --load-format dummy "
+    "--skip-tokenizer-init --dtype bfloat16"
 )
 
 
-def folders(root: Path, block: int, draft_layers: int) -> tuple[str, str]:
+def folders(root: Path, layers: int | None = None) -> tuple[str, str]:
     """Configurations alone: dummy weights need no more."""
-    target = SHAPE | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 40, "tie_word_embeddings": False}
-    draft = SHAPE | {
-        "architectures": ["Qwen3DSparkModel"],
-        "num_hidden_layers": draft_layers,
-        "tie_word_embeddings": False,
-        "block_size": block,
-        "mask_token_id": 151669,
-        "target_layer_ids": [1, 9, 17, 25, 33],
-        "num_target_layers": 40,
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
-    }
+    target, draft = dict(TARGET), dict(DRAFT)
+    if layers is not None:
+        target["num_hidden_layers"] = draft["num_target_layers"] = layers
+        draft["target_layer_ids"] = sorted({1, layers // 2})
     for name, config in (("target", target), ("draft", draft)):
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
     return str(root / "target"), str(root / "draft")
 
 
-def run(url: str, batch: int, tokens: int, policy: dict | None, seed: int) -> tuple[float, int, float]:
-    """Wall seconds, verify steps of the longest row, tokens per step of one list request."""
+def ask(url: str, batch: int, prompt: int, tokens: int, policy: dict | None, seed: int) -> tuple[float, float, float]:
+    """One list request: wall seconds, verify steps (the mean row's), tokens per step."""
     g = random.Random(seed)
-    ids = [[g.randrange(1000, 100000) for _ in range(64)] for _ in range(batch)]
+    ids = [[g.randrange(1000, 100000) for _ in range(prompt)] for _ in range(batch)]
+    body = {"input_ids": ids, "sampling_params": [params(policy, 0.0, tokens)] * batch}
     begin = time.perf_counter()
-    status, rows = call(url, "/generate", {"input_ids": ids, "sampling_params": [params(policy, 0.0, tokens)] * batch})
+    status, rows = call(url, "/generate", body)
     wall = time.perf_counter() - begin
     if status != 200:
         raise RuntimeError(f"/generate: expected 200, found {status}: {rows}")
     steps = [row["meta_info"]["spec_verify_ct"] for row in rows]
-    return wall, max(steps), sum(row["meta_info"]["completion_tokens"] for row in rows) / sum(steps)
+    made = sum(len(row["output_ids"]) - 1 for row in rows)  # the first id is the prefill's
+    return wall, max(steps), made / sum(steps)
 
 
-def step_ms(url: str, batch: int, policy: dict | None, seed: int, short: int, long: int) -> tuple[float, float]:
-    a, b = run(url, batch, short, policy, seed), run(url, batch, long, policy, seed)
+def step_ms(
+    url: str, batch: int, policy: dict | None, pace: float, seed: int, short: int, long: int
+) -> tuple[float, float]:
+    """Milliseconds of a step, tokens per step. pace: tokens per step this policy has here."""
+    mean = (short + long) / 2
+    prompt = max(16, round(64 + (7 + 1) * mean - pace * mean))  # the mean context of every arm: 64 + 8 a step
+    a = ask(url, batch, prompt, 1 + round(short * pace), policy, seed)
+    b = ask(url, batch, prompt, 1 + round(long * pace), policy, seed)
     return 1000 * (b[0] - a[0]) / (b[1] - a[1]), b[2]
 
 
-def measure(url: str, args, arms: dict) -> dict:
-    for policy in arms.values():  # compile
-        run(url, max(args.batches), 16, policy, 0)
+def ratio(values: list[float]) -> dict[str, float]:
+    """Geometric mean of paired ratios and its 95 % interval."""
+    logs = [math.log(value) for value in values]
+    mean, n = statistics.fmean(logs), len(logs)
+    half = T95[max(k for k in T95 if k <= n)] * statistics.stdev(logs) / math.sqrt(n)
+    return {k: round(math.exp(v), PLACES) for k, v in (("ratio", mean), ("low", mean - half), ("high", mean + half))}
+
+
+def measure(urls: dict[str, str], args, arms: dict) -> dict:
     found: dict = {}
     for batch in args.batches:
-        times: dict[str, list[float]] = {name: [] for name in arms}
         pace = {}
+        for name, policy in arms.items():  # compiles, and says how many tokens a step of this policy makes
+            pace[name] = ask(urls[name], batch, 64, 65, policy, 0)[2]
+            ask(urls[name], batch, 64, 1 + round(16 * pace[name]), policy, 0)
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        paces: dict[str, list[float]] = {name: [] for name in arms}
         for seed in range(1, args.rounds + 1):
-            names = list(arms) if seed % 2 else list(arms)[::-1]
+            names = [*list(arms)[seed % len(arms) :], *list(arms)[: seed % len(arms)]]
             for name in names:
-                ms, pace[name] = step_ms(url, batch, arms[name], seed, args.short, args.long)
+                ms, seen = step_ms(urls[name], batch, arms[name], pace[name], seed, args.short, args.long)
                 times[name].append(ms)
-        medians = {name: statistics.median(t) for name, t in times.items()}
+                paces[name].append(seen)
+        base = times[args.base]
         found[str(batch)] = {
-            "step_ms": {name: round(m, 4) for name, m in medians.items()},
-            "all_ms": {name: [round(x, 4) for x in t] for name, t in times.items()},
-            "tokens_per_step": {name: round(p, 3) for name, p in pace.items()},
-            "against_none": {name: round(m / medians["none"], 4) for name, m in medians.items()},
+            "step_ms": {name: round(statistics.median(t), PLACES) for name, t in times.items()},
+            "tokens_per_step": {name: round(statistics.fmean(p), 3) for name, p in paces.items()},
+            f"against_{args.base}": {
+                name: ratio([x / b for x, b in zip(t, base, strict=True)])
+                for name, t in times.items()
+                if name != args.base
+            },
+            "all_ms": {name: [round(x, PLACES) for x in t] for name, t in times.items()},
         }
+        print(json.dumps({batch: found[str(batch)]}), file=sys.stderr, flush=True)
     return found
 
 
@@ -111,33 +153,51 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--site", default="")
     parser.add_argument("--port", type=int, default=30018)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--short", type=int, default=64)
-    parser.add_argument("--long", type=int, default=320)
-    parser.add_argument("--block", type=int, default=7)
-    parser.add_argument("--draft-layers", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--short", type=int, default=16, help="verify steps")
+    parser.add_argument("--long", type=int, default=112)
+    parser.add_argument("--layers", type=int, help="of the target, for a trial on a small machine")
+    parser.add_argument(
+        "--armed-only", action="store_true", help="one server; strict is what the others are compared with"
+    )
     parser.add_argument("--ready-limit", type=float, default=400)
     parser.add_argument("--server", default=SERVER)
-    parser.add_argument("--unarmed", action="store_true", help="a second boot without the plugin")
     parser.add_argument("--log", default="steps-server.log")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    args.target, args.draft = folders(Path(tempfile.mkdtemp()), args.block, args.draft_layers)
-    url, report = f"http://127.0.0.1:{args.port}", {"shape": "Qwen3-14B, dummy weights", "block": args.block}
-    boots = {"armed": (ARMS, {})} | ({"unarmed": ({"none": None}, {"SGLANG_PLUGINS": "none"})} if args.unarmed else {})
-    failed = False
-    for name, (arms, env) in boots.items():
-        os.environ.update(env)
-        log = Path(f"{args.log}.{name}")
-        server = start(args, args.port, log)
-        try:
-            ready = wait_ready(url, server, args.ready_limit)
-            report[name] = {"ready_s": round(ready, 1)} | measure(url, args, arms)
-        except Exception as error:
-            failed = True
-            report[name] = {"error": f"{type(error).__name__}: {error}", "log": log.read_text(errors="replace")[-6000:]}
-        finally:
+    args.target, args.draft = folders(Path(tempfile.mkdtemp()), args.layers)
+    args.server += f" --tp-size {args.tp} --cuda-graph-bs-decode {' '.join(map(str, args.batches))}"
+    args.base = "strict" if args.armed_only else UNARMED
+    arms = {name: policy for name, policy in ARMS.items() if not (args.armed_only and name == UNARMED)}
+    boots = {"armed": {}} | ({} if args.armed_only else {UNARMED: {"SGLANG_PLUGINS": "none"}})
+    report: dict = {"shape": "Qwen3-14B target, dspark_qwen3_14b_block7 draft, dummy weights", "tp": args.tp}
+    report["command"], report["steps"] = args.server, [args.short, args.long]
+    servers, logs, failed = {}, {}, True
+    plain = dict(os.environ)
+    try:
+        for index, (name, env) in enumerate(boots.items()):
+            os.environ.update(env)
+            logs[name] = Path(f"{args.log}.{name}")
+            servers[name] = start(args, args.port + 100 * index, logs[name])
+            os.environ.clear()
+            os.environ.update(plain)
+        urls = {name: f"http://127.0.0.1:{args.port + 100 * index}" for index, name in enumerate(boots)}
+        report["ready_s"] = {name: round(wait_ready(urls[name], servers[name], args.ready_limit), 1) for name in boots}
+        report["snapshot"] = {k: v for k, v in snapshot(urls["armed"]).items() if k not in ("files", "counters")}
+        report["batches"] = measure({name: urls.get(name, urls["armed"]) for name in arms}, args, arms)
+        report["counters"] = snapshot(urls["armed"])["counters"]
+        report["ranks"] = snapshot(urls["armed"]).get("ranks")
+        report["bar"] = BAR
+        costs = {b: found[f"against_{args.base}"]["asd-b0"] for b, found in report["batches"].items()}
+        report["b0_within_bar"] = {batch: cost["ratio"] <= BAR for batch, cost in costs.items()}
+        failed = not all(report["b0_within_bar"].values())
+    except Exception as error:
+        report["error"] = f"{type(error).__name__}: {error}"
+        report["log"] = {name: log.read_text(errors="replace")[-4000:] for name, log in logs.items() if log.exists()}
+    finally:
+        for server in servers.values():
             stop(server)
     text = json.dumps(report, indent=1)
     print(text)

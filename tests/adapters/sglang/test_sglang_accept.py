@@ -226,16 +226,21 @@ def test_an_accept_inside_the_graph_is_refused(worker):
 def test_ranks_take_rank_zeros_answer_where_the_engine_does_not_see_to_it(adapter, worker):
     sent = []
 
-    def broadcast(tensor, src):
-        sent.append(tensor)
-        tensor.fill_(1)
+    def broadcast(packed, src):
+        sent.append(packed.clone())
+        packed[:3] = torch.tensor([[1], [7], [0]])  # rank 0's length, bonus and cut
+        packed[3] = torch.tensor([0.25]).view(torch.int32)
 
     adapter.worker.group, adapter.worker.broadcasts = SimpleNamespace(broadcast=broadcast), True
+    adapter.differences = torch.zeros((), dtype=torch.int64)
     req = request("r", policy=WIDE)
     prefilled(worker, [req], [1])
     result = worker.forward_batch_generation(decode([req], [1], *one_relaxed(1.0)))
-    assert len(sent) == 3
+    assert len(sent) == 1
     assert (result.outs.correct_len.tolist(), result.outs.commit_lens.tolist()) == ([1], [2])
+    assert result.outs.out_tokens[0, 1] == 7
+    assert adapter.ledger.spent[1] == 0.25
+    assert adapter.differences == 1
 
 
 # -- mixed batches -------------------------------------------------------------------------------------------------

@@ -1,0 +1,99 @@
+"""One rank of test_sglang_ranks.py: rank_process.py STORE RULE BLOCKS NOISE RANK. Prints one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from conftest import arm_plugin  # which stands in for torchvision, before the engine is imported
+from toy_engine import ToyWorker, blocks, decode, prefilled, request, server_args
+
+from adapters.policy import Policy
+
+K, V, ROWS = 5, 12, 16
+POLICIES = {"asd": Policy("asd", 4.0, 1.5, 2), "block": Policy("block")}
+
+
+def group(rank: int) -> SimpleNamespace:
+    """The face of the engine's group over gloo: device tensors are CPU tensors here."""
+    return SimpleNamespace(
+        world_size=2,
+        rank_in_group=rank,
+        ranks=[0, 1],
+        cpu_group=dist.group.WORLD,
+        device_group=dist.group.WORLD,
+        broadcast=lambda tensor, src=0: dist.broadcast(tensor, src),
+    )
+
+
+def main(store: str, rule: str, count: int, noise: bool, rank: int) -> dict:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    adapter = arm_plugin(Path(store).parent / f"site-{rank}")
+    ranks = group(rank)
+    import sglang.srt.distributed
+
+    sglang.srt.distributed.get_tp_group = lambda: ranks
+    worker = ToyWorker(K)
+    worker._verify_executor._tp_sync = tp_sync(ranks)
+    adapter.arm(worker, server_args(tp_size=2))
+    sampled = rule == "block"
+    reqs = [
+        request(f"r{i}", temperature=float(sampled), policy=POLICIES[rule], max_new_tokens=100000) for i in range(ROWS)
+    ]
+    prefilled(worker, reqs, range(1, ROWS + 1))
+    own: list[int] = []
+    align = adapter._align
+
+    def watched(out, step):
+        own.extend(out[0].tolist())
+        align(out, step)
+
+    adapter._align = watched
+    lengths, tokens = [], []
+    for turn in range(count // ROWS):
+        drafts, logits = blocks(turn, ROWS, K, V)
+        if noise and rank:
+            logits = logits + torch.rand(logits.shape, generator=torch.Generator().manual_seed(turn))
+        torch.manual_seed(turn)  # the engine's coins: equal on all ranks, as its own seed is
+        batch = decode(reqs, range(1, ROWS + 1), drafts, logits, draft_logits=logits[:, :K] if sampled else None)
+        outs = worker.forward_batch_generation(batch).outs
+        lengths += outs.correct_len.tolist()
+        tokens.append(
+            [row[: n + 1] for row, n in zip(outs.out_tokens.tolist(), outs.correct_len.tolist(), strict=True)]
+        )
+    return {
+        "own_lengths": own,
+        "lengths": lengths,
+        "out_tokens": tokens,
+        "blocks": len(lengths),
+        "spent": [] if adapter.ledger is None else adapter.ledger.spent.tolist(),
+        "ranks": worker.dump_info_records()["specaccept"]["ranks"],
+    }
+
+
+def tp_sync(ranks: SimpleNamespace) -> object:
+    """The engine's own, where this release has one."""
+    try:
+        from sglang.srt.speculative.spec_tp_sync import SpecTpSync
+    except ImportError:
+        return SimpleNamespace(sync=lambda site, values: values)
+    return SpecTpSync(ranks)
+
+
+if __name__ == "__main__":
+    store, rule, count, noise, rank = sys.argv[1:]
+    status = 1
+    try:
+        print(json.dumps(main(store, rule, int(count), noise == "1", int(rank))), flush=True)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # the engine's import leaves threads behind
