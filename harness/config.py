@@ -54,6 +54,7 @@ class ModelConfig:
     gpus = 0: runs on a CPU. gpu_memory_gib: per GPU, for the reference context length.
     calibration: JSON file whose `policy` replaces a policy marked `calibrated`.
     policies: fields of a named policy that this model replaces. draft_kind: what the draft is (engine.drafts).
+    dtypes: by engine, where it is not `dtype`; a dtype of the command line is for every engine.
     """
 
     name: str = ""
@@ -64,6 +65,7 @@ class ModelConfig:
     draft_revision: str | None = None
     block_size: int = 7
     dtype: str = "auto"
+    dtypes: dict[str, str] = field(default_factory=dict)
     gpus: int = 0
     gpu_memory_gib: int = 0
     engines: list[str] = field(default_factory=list)
@@ -71,7 +73,8 @@ class ModelConfig:
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("model", "dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        for dtype in (self.dtype, *self.dtypes.values()):
+            _one_of("model", "dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("model", "draft_kind", self.draft_kind, DRAFT_KINDS)
         _at_least(self, "model", 1, "block_size")
         _at_least(self, "model", 0, "gpus", "gpu_memory_gib")
@@ -453,6 +456,8 @@ def load(overrides: Sequence[str] = ()) -> Config:
         settle_image(config, named)
     if config.launch.code == "container" and config.image.name == "auto":
         raise ConfigError("launch.code: container needs image=NAME, whose Python runs the answers, found image=auto")
+    if "model.dtype" in named:
+        config.model.dtypes = {}
     settle_policy(config, named)
     _check_fixed(config.policy)
     _check_arms(config, named)

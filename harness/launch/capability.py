@@ -55,6 +55,8 @@ def unsupported(config: Config) -> str | None:
         return f"{model.name} runs on {', '.join(model.engines)} only"
     if engine.drafts != model.draft_kind:
         return f"its draft is of kind {model.draft_kind}, {engine.name} takes {engine.drafts}"
+    if engine.kind == "lightllm" and (model.revision or model.draft_revision):
+        return "LightLLM takes no revision: expected model.target and model.draft as folders"
     if engine.api not in APIS:
         return f"no client for {engine.name} in this version"
     if engine.adapter and not installed(engine.adapter):

@@ -26,13 +26,17 @@ def command(config: Config, port: int, armed: bool = True, nonce: str | None = N
     """
     model, engine = config.model, config.engine
     gpus = max(model.gpus, 1)
+    dtype = model.dtypes.get(engine.kind, model.dtype)
+    dtype_flag = None if dtype == "auto" else dtype
     if engine.kind == "reference":
         own: dict[str, Any] = {
             "model-path": model.target,
             "draft-path": model.draft,
+            "revision": model.revision,
+            "draft-revision": model.draft_revision,
             "host": "127.0.0.1",
             "port": port,
-            "dtype": None if model.dtype == "auto" else model.dtype,
+            "dtype": dtype_flag,
             "device": engine.device or ("cuda" if model.gpus else None),
             "max-running-requests": engine.max_running_requests,
             "threads": engine.threads,
@@ -43,8 +47,10 @@ def command(config: Config, port: int, armed: bool = True, nonce: str | None = N
             "model-path": model.target,
             "speculative-algorithm": "DSPARK",
             "speculative-draft-model-path": model.draft,
+            "revision": model.revision,
+            "speculative-draft-model-revision": model.draft_revision,
             "speculative-dspark-block-size": model.block_size,
-            "dtype": None if model.dtype == "auto" else model.dtype,
+            "dtype": dtype_flag,
             "tp-size": gpus,
             "max-running-requests": engine.max_running_requests,
             "random-seed": config.seed,
@@ -58,7 +64,7 @@ def command(config: Config, port: int, armed: bool = True, nonce: str | None = N
             "mtp_mode": "dspark",
             "mtp_draft_model_dir": model.draft,
             "mtp_step": model.block_size,
-            "data_type": None if model.dtype == "auto" else model.dtype,
+            "data_type": dtype_flag,
             "tp": gpus,
             "model_name": nonce,
             "running_max_req_size": engine.max_running_requests,

@@ -34,7 +34,7 @@ def asked(record: Record) -> tuple[str, ...]:
     measured = {
         "target": _content(identity.target) or identity.target.get("reported"),
         "draft": _content(identity.draft) or identity.draft.get("reported"),
-        "model": {name: config["model"].get(name) for name in ("dtype", "block_size")},
+        "model": {"dtype": dtype(config), "block_size": config["model"].get("block_size")},
         **{group: _kept(group, config.get(group) or {}) for group in ("engine", "launch", "image", "task")},
         "traffic": _kept("traffic", config["traffic"], ("data", "limit")),
         "data": identity.data.get("content_sha256"),
@@ -45,6 +45,12 @@ def asked(record: Record) -> tuple[str, ...]:
         "machine": [record.environment.get("cpu"), record.environment.get("cores"), record.environment.get("gpus")],
     }
     return (*names, digest(measured))
+
+
+def dtype(config: Mapping[str, Any]) -> str:
+    """What the engine was told; auto: what it takes the checkpoint for."""
+    kind = config["engine"].get("base") or config["engine"]["name"]
+    return (config["model"].get("dtypes") or {}).get(kind, config["model"]["dtype"])
 
 
 def _kept(group: str, found: Mapping[str, Any], settled: Collection[str] = ()) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def workload(record: Record) -> str:
         f"at most {cap} tokens" if cap else "the traffic's own token cap",
         f"temperature {', '.join(f'{value:g}' for value in temperatures)}",
         f"concurrency {record.workload.get('concurrency', 'unknown')} ({record.workload.get('order', 'unknown')})",
-        f"dtype {config['model']['dtype']}",
+        f"dtype {dtype(config)}",
     ]
     if "suffix" in data:
         facts.append(f'suffix "{data["suffix"]}"')

@@ -22,7 +22,7 @@ from harness.tasks.blocks import Timed
 from harness.tasks.limits import contradictions
 
 OUTCOMES = ("correct", "wrong", "unparsed", "truncated")
-DETERMINISTIC = "enable-deterministic-inference"  # SGLang's flag
+DETERMINISTIC = ("enable-deterministic-inference", "deterministic")  # flags of SGLang, of the embedded engine
 MORE_MISMATCHES = 0.01  # level at which an arm differs from the baseline more than the baseline from itself
 MORE_LOOPS = 0.02  # share of items that may loop beyond the baseline's before a row is not publishable
 
@@ -380,7 +380,7 @@ def reproducible(record: Record) -> bool:
     an engine told to be deterministic."""
     ordered = str(record.workload.get("order", "")).startswith("lists")
     flags = record.identity.config["engine"].get("flags") or {}
-    return record.workload.get("concurrency") == 1 or ordered or flags.get(DETERMINISTIC) is True
+    return record.workload.get("concurrency") == 1 or ordered or any(flags.get(name) is True for name in DETERMINISTIC)
 
 
 def _contradictions(record: Record, arms: Mapping[str, list[Row]]) -> list[Problem]:
