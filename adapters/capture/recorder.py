@@ -103,15 +103,18 @@ class _Step:
 
 class Recorder:
     """One capture: a folder of shards and their manifest. about: engine, target, draft, tokenizer, policy, logits
-    (`raw` or `processed`), temperature_applied: what the adapter knows of its engine."""
+    (`raw` or `processed`), temperature_applied: what the adapter knows of its engine. vocabulary: None: that of the
+    first block."""
 
-    def __init__(self, settings: Settings, name: str, drafts: int, vocabulary: int, about: Mapping[str, Any]) -> None:
+    def __init__(
+        self, settings: Settings, name: str, drafts: int, vocabulary: int | None, about: Mapping[str, Any]
+    ) -> None:
         try:
             from safetensors.torch import save  # every engine that loads a checkpoint has it; only a capture needs it
         except ImportError as error:
             raise CaptureError(f"SPECACCEPT_CAPTURE: expected the package safetensors, found none ({error})") from None
         self._save = save
-        self.settings, self.drafts, self.vocabulary = settings, drafts, vocabulary
+        self.settings, self.drafts, self.vocabulary = settings, drafts, vocabulary or 0
         self.folder = _new_folder(settings.folder, name)
         self.seen = self.captured = self.ended = self.blocks = self.dropped = 0
         self.error: str | None = None
@@ -135,7 +138,12 @@ class Recorder:
 
     @classmethod
     def from_environment(
-        cls, name: str, drafts: int, vocabulary: int, about: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+        cls,
+        name: str,
+        drafts: int,
+        vocabulary: int | None,
+        about: Mapping[str, Any],
+        environ: Mapping[str, str] = os.environ,
     ) -> Recorder | None:
         """None where no capture is asked for. Raises CaptureError (a folder that cannot be made, a wrong variable)."""
         settings = Settings.from_environment(environ)
@@ -176,6 +184,7 @@ class Recorder:
         if self.error is not None or self._stopping:
             self.dropped += len(keep)
             return
+        self.vocabulary = self.vocabulary or blocks.logits.shape[2]
         step = self._on_device(blocks, keep) if blocks.logits.is_cuda else self._on_cpu(blocks, keep)
         if step is None:
             self.dropped += len(keep)
@@ -220,7 +229,7 @@ class Recorder:
         if blocks.live is not None:
             tensors["live"] = blocks.live
         inverse = None
-        if any(t != 1 for t in blocks.temperatures):
+        if self._scaled(blocks.temperatures):
             scale = torch.tensor([1 / t for t in blocks.temperatures], dtype=torch.float32, pin_memory=True)
             inverse = scale.to(blocks.logits.device, non_blocking=True)
         columns = stats.of_logits(blocks.logits, blocks.drafts, blocks.top, inverse)
@@ -248,6 +257,10 @@ class Recorder:
         rows = [] if drawn is None else list(drawn.rows)
         size = sum(part.numel() * 4 for part in parts)
         return _Step(host, keep, {}, rows, size, event, pinned)
+
+    def _scaled(self, temperatures: Sequence[float]) -> bool:
+        """Whether logits are still to be divided by a temperature."""
+        return not self._about["temperature_applied"] and any(t != 1 for t in temperatures)
 
     def _host(self, blocks: Blocks, tensors: dict[str, Tensor]) -> dict[str, Sequence[Any]]:
         """The lists of a step; length and bonus stay where the engine has them."""
@@ -382,7 +395,7 @@ def _of_cpu(steps: list[_Step], recorder: Recorder) -> tuple[dict[str, Tensor], 
     logits, drafts, top = joined("logits"), joined("drafts"), joined("top")
     host = {name: [step.host[name][i] for step in steps for i in step.keep] for name in steps[0].host}
     temperature = torch.tensor(host["temperature"], dtype=torch.float32)
-    inverse = None if bool((temperature == 1).all()) else 1 / temperature
+    inverse = 1 / temperature if recorder._scaled(host["temperature"]) else None
     columns = stats.of_logits(logits, drafts, top, inverse)
     columns["anchor"] = joined("anchors").int()
     live = [step.tensors.get("live", torch.full((len(step.keep),), recorder.drafts)) for step in steps]
