@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from adapters.policy import GREEDY_RULES, SAMPLED_RULES, Policy
-from adapters.rules import asd, block, chain
+from adapters.rules import asd
 from adapters.rules.asd import scalar
 from adapters.telemetry import Counters, Telemetry
+from harness.engines.reference import judges
 from harness.engines.reference.capture import Capture
 from harness.engines.reference.model import Target, argmax
 from harness.engines.reference.proposer import Proposer
@@ -43,6 +44,8 @@ class Request:
     asked: str = ""  # the key of the policy asked for
     fallback: str | None = None  # why it is not the one that decides
     config: asd.AsdConfig | None = None
+    judged: bool = False  # by a rule that is decided on tensors (judges.py)
+    thinking: bool = False  # inside the span of the policy's think_start and think_end
     counters: Counters = field(default_factory=Counters)  # of the rule that decides
     generator: torch.Generator | None = None
     stops: frozenset[int] = frozenset()
@@ -188,6 +191,8 @@ class Engine:
         request.fallback = None if fits else "greedy request" if params.greedy else "sampled request"
         if request.policy.rule == "asd":
             request.config = asd.AsdConfig.from_policy(request.policy)
+        request.judged = not params.greedy or request.policy.rule in judges.GREEDY
+        self._think(request, request.prompt)
         if not params.greedy:
             seed = self.seed + self.admitted if params.seed is None else params.seed
             request.generator = torch.Generator(self.device).manual_seed(seed)
@@ -219,8 +224,16 @@ class Engine:
             if len(kept) == room:
                 request.finish = {"type": "length", "length": request.params.max_new_tokens}
         request.output += kept
+        self._think(request, kept)
         request.counters.committed_tokens += len(kept)
         return len(kept)
+
+    def _think(self, request: Request, tokens: Sequence[int]) -> None:
+        """Whether the policy's thinking span is open behind these tokens."""
+        marks = (request.policy.think_start, request.policy.think_end)
+        if marks != (None, None):
+            last = next((token for token in reversed(tokens) if token in marks), None)
+            request.thinking = request.thinking if last is None else last == marks[0]
 
     def _sweep(self, changed: Iterable[Request]) -> None:
         """Tell about `changed`, then free the slots of ended requests; the last slot moves into each hole."""
@@ -295,8 +308,8 @@ class Engine:
         top = argmax(logits)
         matched = drafts == top[:, :k]
         columns = [drafts, matched, top]
-        if isinstance(pick, Draws):
-            columns += pick.accept(drafts, logits)
+        if any(request.judged for request in running):
+            columns.append(self._judge(drafts, logits, pick if isinstance(pick, Draws) else None))
         host = torch.cat(columns, 1).tolist()
         regrets: list[list[float]] = []
         if any(request.config is not None or request.params.first_rejections for request in running):
@@ -312,17 +325,29 @@ class Engine:
             self.capture.step(running, committed, anchors, drafts, logits, top, draws)
         self._sweep(list(running))
 
+    def _judge(self, drafts: Tensor, logits: Tensor, draws: Draws | None) -> Tensor:
+        """-> [n, 3], the verdicts of judges.py, zeros in the rows of other requests."""
+        out = torch.zeros(len(drafts), judges.WIDTH, dtype=torch.int64, device=drafts.device)
+        if draws is not None:
+            out[draws.rows] = draws.accept(drafts, logits)
+        at = [i for i, request in enumerate(self.running) if request.judged and request.generator is None]
+        if at:
+            requests = [self.running[i] for i in at]
+            policies, thinking = [r.policy for r in requests], [r.thinking for r in requests]
+            out[at] = judges.greedy(policies, drafts[at], logits[at], thinking)
+        return out
+
     def _commit(self, request: Request, row: list[int], regrets: list[float] | None) -> tuple[int, int, int]:
-        """row: drafts [k], matched [k], argmax [k + 1] and, with sampled requests in the batch, length and bonus.
+        """row: drafts [k], matched [k], argmax [k + 1] and, with judged requests in the batch, a verdict [3].
         -> drafts accepted, the bonus token, how many of these tokens were kept."""
         k, counters = self.drafts, request.counters
         drafts, matched = row[:k], row[k : 2 * k]
         charge: list[float] = []
-        strict = k
-        if request.generator is not None:
-            length, bonus = row[-2:]
+        bits = 0
+        strict = matched.index(0) if 0 in matched and request.generator is None else k
+        if request.judged:
+            length, bonus, bits = row[-judges.WIDTH :]
         else:
-            strict = matched.index(0) if 0 in matched else k
             length = strict
             if request.config is not None and regrets is not None:
                 walked = scalar.walk(matched, regrets, request.spent, request.config, k)
@@ -334,14 +359,13 @@ class Engine:
         appended = self._append(request, [*drafts[:length], bonus])
         if regrets is not None and request.params.first_rejections and strict < min(k, appended):
             request.rejections.append((regrets[strict], strict, k))  # one behind the end was never at stake
-        kept = min(length, appended)
-        relaxed = 0
-        if charge:  # an EOS or the length limit may have cut drafts: those are not charged
-            relaxed = kept - sum(matched[:kept])
+        kept = min(length, appended)  # an EOS or the length limit may have cut drafts: those are not charged
+        relaxed = kept - sum(matched[:kept]) if charge else (bits & ((1 << kept) - 1)).bit_count()
+        if charge:
             spent = scalar.settle(request.spent, charge[:kept])
             counters.regret_charged += sum(charge[:kept])
             request.spent = spent
-            request.relaxed += relaxed
+        request.relaxed += relaxed
         request.steps += 1
         request.histogram[length] += 1
         request.step_lengths.append(length)
@@ -379,18 +403,12 @@ class Draws:
         ids[self.rows] = draw(self.q[-1], self.noise[:, i])
         return ids
 
-    def accept(self, drafts: Tensor, logits: Tensor) -> list[Tensor]:
-        """-> [length [n, 1], bonus [n, 1]], zeros in greedy rows."""
-        p = target_probs(logits[self.rows], [r.params for r in self.requests])
-        q = torch.stack(self.q, 1)
-        self.p, self.q_rows = p, q
-        x, noise = drafts[self.rows], self.noise[:, -1]
-        out = torch.zeros(2, len(drafts), 1, dtype=torch.int64, device=drafts.device)
-        for rule, name in ((chain, "chain"), (block, "block")):
-            at = [i for i, r in enumerate(self.requests) if r.policy.rule == name]
-            if at:
-                accepted = rule.accept(x[at], p[at], q[at], eta=self.eta[at], noise=noise[at])
-                rows = [self.rows[i] for i in at]
-                out[0, rows, 0] = accepted.length.long()
-                out[1, rows, 0] = accepted.bonus
-        return [out[0], out[1]]
+    def accept(self, drafts: Tensor, logits: Tensor) -> Tensor:
+        """-> verdicts of the sampled rows, [rows, 3]."""
+        own = logits[self.rows]
+        self.p = target_probs(own, [r.params for r in self.requests])
+        self.q_rows = torch.stack(self.q, 1)
+        policies, temperature = [r.policy for r in self.requests], self.temperature[:, 0]
+        return judges.sampled(
+            policies, drafts[self.rows], self.p, self.q_rows, own, temperature, self.eta, self.noise[:, -1]
+        )

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from adapters import __version__
 from adapters.capture import CaptureError, Settings
-from adapters.policy import Policy
+from adapters.policy import Policy, PolicyError
 from adapters.telemetry import Telemetry
 from harness.engines.reference.capture import Capture
 from harness.engines.reference.dspark import DraftConfig, DSparkDraft
 from harness.engines.reference.engine import Engine
 from harness.engines.reference.model import Target
 from harness.engines.reference.proposer import Proposer
+from harness.engines.reference.sampling import within
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NAME = "specaccept-reference"
@@ -167,6 +168,10 @@ def build(
             for stack, rows in ((target.stack, draft.config.block_size + 1), (proposer.stack, draft.config.block_size)):
                 products = [w for layer in stack.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
                 check_rows([*products, target.head], options.slots, rows)
+    try:
+        default_policy = None if default_policy is None else within(default_policy, target.vocabulary)
+    except PolicyError as error:
+        raise LoadError(f"SPECACCEPT_POLICY: {error}") from None
     telemetry = Telemetry("reference", NAME, __version__, default_policy)
     telemetry.armed = True
     return Engine(target, proposer, telemetry, options.slots, limit, eos_ids(model), options.seed)

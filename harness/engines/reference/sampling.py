@@ -39,6 +39,15 @@ def token_ids(field: str, value: Any, vocabulary: int) -> list[int]:
     return value
 
 
+def within(policy: Policy, vocabulary: int) -> Policy:
+    """The policy, whose ids must be tokens: a span that cannot open would be strict. Raises PolicyError."""
+    for name in ("think_start", "think_end"):
+        value = getattr(policy, name)
+        if value is not None and value >= vocabulary:
+            raise PolicyError(f"policy.{name}: expected an id below {vocabulary}, found {value}")
+    return policy
+
+
 @dataclass(frozen=True)
 class Sampling:
     """SGLang's sampling_params, as far as this engine has them, and the acceptance policy asked for (None: default).
@@ -97,7 +106,8 @@ class Sampling:
         _check(isinstance(custom, Mapping), at + "custom_params", "an object", custom)
         if custom.get(CUSTOM_PARAM) is not None:
             try:
-                out = replace(out, policy=Policy.from_json(custom[CUSTOM_PARAM]))
+                policy = Policy.from_json(custom[CUSTOM_PARAM])
+                out = replace(out, policy=within(policy, vocabulary))
             except PolicyError as error:
                 raise RequestError(f"sampling_params.custom_params.{CUSTOM_PARAM}: {error}") from None
         if FIRST_REJECTIONS in custom:

@@ -371,6 +371,27 @@ def test_a_ratio_of_one_half_is_a_regret_of_two_thirds_of_a_nat():
     assert out.bonus.tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_without_any_slack_exact_ties_pass_in_the_order_of_their_ids(n, on):
+    z, ids = (
+        torch.tensor([[[2.0, 5.0, 5.0, 5.0], [9.0, 0.0, 0.0, 0.0]]], device=on),
+        torch.tensor([[1], [2], [3]]).to(on),
+    )
+    for module, policy in (
+        (relaxed_topk, Policy("relaxed-topk", top_n=n, delta=0)),
+        (relaxed_ratio, Policy("relaxed-ratio", top_n=n, ratio=1)),
+    ):
+        assert module.accept(ids, z.expand(3, 2, 4), policy).length.tolist() == [int(rank < n) for rank in range(3)]
+
+
+def test_a_draft_without_probability_is_never_taken_for_a_coin_of_zero():
+    p, none = torch.tensor([[[0.0, 1.0]] * 2]), torch.zeros(1, 1)
+    ids = torch.tensor([[0]])
+    off = Policy("thresholds", threshold_single=0.5, threshold_acc=0.5)
+    assert thresholds.accept(ids, p, off, none, torch.ones(1, 2)).length.tolist() == [0]
+    assert entropy.accept(ids, p, None, p, ENTROPY, none, torch.ones(1, 2)).length.tolist() == [0]
+
+
 def test_entropy_verification_takes_a_draft_that_chain_rejects():
     """p/q = 0.8 under a coin of 0.85; the target's 1.08 nats lower it to 0.552."""
     p = torch.tensor([[[0.4, 0.35, 0.25]] * 2])
