@@ -123,10 +123,10 @@ class LightLLMClient(NativeClient):
 
 
 def installed_version() -> str:
-    """Of the checkout that a server started here runs: LightLLM does not say it, and no adapter does for it."""
+    """Of the checkout that a server started here runs, which LightLLM does not say itself; empty where there is none."""
     spec = importlib.util.find_spec("lightllm")
     if spec is None or not spec.submodule_search_locations:
-        return "unknown"
+        return ""
     return seams.engine_version(Path(next(iter(spec.submodule_search_locations))).resolve().parent)
 
 
