@@ -136,19 +136,6 @@ class Recorder:
         self._thread.start()
         atexit.register(self.close)
 
-    @classmethod
-    def from_environment(
-        cls,
-        name: str,
-        drafts: int,
-        vocabulary: int | None,
-        about: Mapping[str, Any],
-        environ: Mapping[str, str] = os.environ,
-    ) -> Recorder | None:
-        """None where no capture is asked for. Raises CaptureError (a folder that cannot be made, a wrong variable)."""
-        settings = Settings.from_environment(environ)
-        return None if settings is None else cls(settings, name, drafts, vocabulary, about)
-
     def describe(self) -> dict[str, Any]:
         """For the adapter's snapshot: constant, so that it is part of what the engine is."""
         return {"format": VERSION, "folder": self.folder.name, "rate": self.settings.rate, "rows": self.settings.rows}

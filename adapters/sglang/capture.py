@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adapters.capture import Blocks, Drawn, Recorder
+from adapters.capture import Blocks, Drawn, Recorder, Settings
 from adapters.capture.layout import DRAWN, SAMPLED
 from adapters.capture.recorder import describe_model, describe_tokenizer
 from adapters.policy import Policy
@@ -54,6 +54,9 @@ class Capture:
         cls, version: str, server_args: Any, drafts: int, default: Policy | None, drawn: bool
     ) -> Capture | None:
         """None where no capture is asked for. Raises CaptureError."""
+        settings = Settings.from_environment()
+        if settings is None:
+            return None
         target, draft = server_args.model_path, server_args.speculative_draft_model_path
         about = {
             "engine": {"name": "sglang", "version": version},
@@ -64,8 +67,7 @@ class Capture:
             "logits": "processed",  # penalties, bias and grammar masks are in them
             "temperature_applied": False,
         }
-        recorder = Recorder.from_environment("sglang", drafts, None, about)
-        return None if recorder is None else cls(recorder, drawn)
+        return cls(Recorder(settings, "sglang", drafts, None, about), drawn)
 
     def prefill(self, reqs: Sequence[Any], keys: Sequence[str], asked: Sequence[str]) -> None:
         """Requests of a prefill batch and the policy that decides each. A retracted request comes back with steps in
