@@ -120,7 +120,8 @@ def unusual(record: Record) -> list[str]:
     """What a reader must know before any number: the cap, the seed, the temperature."""
     config = record.identity.config
     cap, seed = config["traffic"].get("max_new_tokens"), config.get("seed")
-    temperatures = sorted({arm.temperature for arm in record.arms.values()} - {0.0})
+    mixed = record.workload.get("mixed", {})  # between the others, and compared with nothing
+    temperatures = sorted({arm.temperature for name, arm in record.arms.items() if name not in mixed} - {0.0})
     return [
         *([f"at most {cap} tokens"] if cap else []),
         *([f"seed {seed}"] if seed != Config().seed else []),

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from adapters.arm import SAMPLED_REQUEST
 from adapters.policy import GREEDY_RULES, Policy
 from harness.config import UNARMED, Config, PolicyConfig, arm_policy, member
 from harness.records.schema import Arm, Record, Row
 from harness.tasks.limits import impossible, totals
 
+CACHED_SHARE = 0.5  # of repeated prompts that must be found in the prefix cache: it may drop some
 MIN_ACCEPTED = 0.1  # drafts per verify step: below it the draft is not this target's, whatever the counters say
 AGAIN = "-again"  # of the name of an arm that repeats the baseline's policy
 COUNTED = ("requests", "blocks", "drafts_verified", "relaxed")
@@ -115,11 +117,11 @@ def _fixed(name: str, temperature: float | None = None) -> Plan:
 
 def sharing(record: Record) -> dict[str, list[str]]:
     """The other arms of a server that count under the same key as this one."""
-    groups = record.workload.get("servers") or []
+    mixed = record.workload.get("mixed", {})
+    groups = [[name for name in group if name not in mixed] for group in record.workload.get("servers") or []]
+    keys = {name: arm.policy_key for name, arm in record.arms.items()}
     return {
-        name: [
-            other for other in group if other != name and record.arms[other].policy_key == record.arms[name].policy_key
-        ]
+        name: [other for other in group if other != name and keys[other] == keys[name]]
         for group in groups
         for name in group
     }
@@ -131,26 +133,53 @@ def moved(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, nam
 
 
 def prove(
-    name: str, arm: Arm, rows: Sequence[Row], block_size: int | None = None, shared: Sequence[Row] = ()
+    name: str,
+    arm: Arm,
+    rows: Sequence[Row],
+    block_size: int | None = None,
+    shared: Sequence[Row] = (),
+    sampled: Sequence[Row] = (),
+    repeated: bool = False,
 ) -> list[Problem]:
     """What speaks against this arm; empty when its policy demonstrably ran on exactly these requests.
 
-    block_size: K, where it is known. shared: rows of other arms that moved the same counters.
+    block_size: K, where it is known. shared: rows of other arms that moved the same counters. sampled: rows of sampled
+    requests to a server whose one policy this is: the engine's own rule serves them, and the adapter says how many.
+    repeated: every prompt was asked twice, and found in the prefix cache the second time.
     """
     answered = [row for row in rows if row.error is None]
     failed = len(rows) - len(answered)
     if not answered:
         return [Problem("inconclusive", f"{name}: nothing was answered ({failed} of {arm.expected} requests failed)")]
     policy = policy_of(arm)
+    if arm.policy_key == "strict":
+        shared = [*shared, *sampled]  # strict is the rule that serves them
     others = [row for row in shared if row.error is None]
-    unsure = failed + len(shared) - len(others)
-    counted = _drafting(name, _told(answered)) if policy is None else _counts(name, arm, answered, others, unsure)
+    aside = [row for row in sampled if row.error is None]
+    unsure = failed + len(shared) - len(others) + len(sampled) - len(aside)
+    only = 0 if arm.policy_key == "strict" else len(aside)
+    counted = _drafting(name, _told(answered)) if policy is None else _counts(name, arm, answered, others, unsure, only)
     limits = impossible(name, policy or Policy("strict"), answered, block_size)
     if policy is not None:
         limits += _totals(name, arm, [*answered, *others], unsure)
     broken = [Problem("fail", text) for text in limits]
-    found = [_missing(name, arm, rows, failed), *counted, *_rule(name, arm, policy, answered), *broken]
+    found = [
+        _missing(name, arm, rows, failed),
+        *counted,
+        *_rule(name, arm, policy, answered, len(aside), repeated),
+        *broken,
+    ]
     return [problem for problem in found if problem is not None]
+
+
+def prove_sampled(name: str, arm: Arm, rows: Sequence[Row], block_size: int | None) -> list[Problem]:
+    """Of sampled requests to a server without a policy for them: answered by the engine's own rule, nothing relaxed."""
+    answered = [row for row in rows if row.error is None]
+    problems = [_missing(name, arm, rows, len(rows) - len(answered)), *_drafting(name, _told(answered))]
+    if others := sorted({row.policy_key for row in answered} - {"strict", UNARMED}):
+        problems.append(Problem("fail", f"{name}: answers under policy {others[0]!r}, expected the engine's own"))
+    problems += [Problem("fail", text) for text in impossible(name, Policy("strict"), answered, block_size)]
+    return [problem for problem in problems if problem is not None]
 
 
 def prove_replicas(name: str, shares: Sequence[Mapping[str, float]], rows: Sequence[Row]) -> list[Problem]:
@@ -217,10 +246,16 @@ def _missing(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> Problem |
     return Problem("inconclusive", f"{name}: answers: expected {arm.expected}, found {len(rows) - failed}{detail}")
 
 
-def _counts(name: str, arm: Arm, rows: Sequence[Row], others: Sequence[Row], failed: int) -> list[Problem]:
-    """Counters against answers: equal, or at least as many where a failed request may have been counted too."""
+def _counts(
+    name: str, arm: Arm, rows: Sequence[Row], others: Sequence[Row], failed: int, requests: int
+) -> list[Problem]:
+    """Counters against answers: equal, or at least as many where a failed request may have been counted too.
+
+    requests: that were counted here, and their steps elsewhere.
+    """
     problems: list[Problem] = []
     told = _told([*rows, *others])
+    told["requests"] += requests
     found = {field: moved(arm.counters_before, arm.counters_after, field) for field in COUNTED}
     if not any(found.values()):
         return [Problem("inconclusive", f"{name}: no counter of {arm.policy_key} moved: the policy never ran")]
@@ -248,12 +283,17 @@ def _totals(name: str, arm: Arm, rows: Sequence[Row], failed: int) -> list[str]:
     return totals(name, rows, went("committed_tokens"), drafts, went("regret_charged"), not failed)
 
 
-def _rule(name: str, arm: Arm, policy: Policy | None, rows: Sequence[Row]) -> list[Problem | None]:
+def _rule(
+    name: str, arm: Arm, policy: Policy | None, rows: Sequence[Row], sampled: int, repeated: bool
+) -> list[Problem | None]:
     """What the policy itself promises."""
     problems: list[Problem | None] = []
     relaxed = moved(arm.counters_before, arm.counters_after, "relaxed")
     before, after = ((side or {}).get("fallbacks", {}) for side in (arm.counters_before, arm.counters_after))
     fallen = {reason: count - before.get(reason, 0) for reason, count in after.items() if count > before.get(reason, 0)}
+    if sampled and policy is not None and (found := fallen.pop(SAMPLED_REQUEST, 0)) != sampled:
+        text = f"{SAMPLED_REQUEST}: {sampled} were asked, the counter of fallbacks moved by {found}"
+        problems.append(Problem("fail", f"{name}: {text}"))
     if fallen:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(fallen.items()))
         problems.append(Problem("fail", f"{name}: served by another rule ({reasons})"))
@@ -267,6 +307,12 @@ def _rule(name: str, arm: Arm, policy: Policy | None, rows: Sequence[Row]) -> li
     if steps and accepted < MIN_ACCEPTED * steps:
         share = f"{accepted / steps:.2f} drafts accepted per step"
         problems.append(Problem("inconclusive", f"{name}: {share}, below {MIN_ACCEPTED}: is it this target's draft?"))
-    if any(row.cached_tokens for row in rows):
+    if repeated:
+        again = [row for row in rows if row.block]
+        cached = sum(row.cached_tokens > 0 for row in again)
+        if cached < CACHED_SHARE * len(again):
+            text = f"expected some in {len(again)} repeated prompts, found them in {cached}: is the prefix cache on?"
+            problems.append(Problem("inconclusive", f"{name}: cached prompt tokens: {text}"))
+    elif any(row.cached_tokens for row in rows):
         problems.append(Problem("inconclusive", f"{name}: cached prompt tokens: expected 0, the prefix cache is on"))
     return problems

@@ -173,14 +173,15 @@ class Session:
         self.failures = 0
         return self.answered(self.blank(arm, item, order, request, answer.started_s, replica, block), answer)
 
-    def ask_many(self, arm: Plan, items: Sequence[Item], first: int) -> list[Row]:
+    def ask_many(self, arm: Plan, items: Sequence[Item], first: int, block: int | None = None) -> list[Row]:
         """One list request. wall_s of each row is that of the list: rows of a list have no time of their own."""
         started = time.monotonic()
         requests = [self.request(arm, item) for item in items]
         pairs = enumerate(zip(items, requests, strict=True), first)
         count = len(self.servers.lanes(arm.name))
         rows = [
-            self.blank(arm, item, order, request, started, (order - first) % count) for order, (item, request) in pairs
+            self.blank(arm, item, order, request, started, (order - first) % count, block)
+            for order, (item, request) in pairs
         ]
         try:
             answers = [self.known(answer) for answer in self.servers.engine(arm.name).client.generate_many(requests)]

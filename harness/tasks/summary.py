@@ -17,7 +17,7 @@ from harness import stats
 from harness.config import UNARMED
 from harness.records.schema import Record, Row, Verdict
 from harness.tasks import blocks, verdicts
-from harness.tasks.arms import AGAIN, Problem, policy_of, prove, prove_blocks, prove_replicas, sharing
+from harness.tasks.arms import AGAIN, Problem, policy_of, prove, prove_blocks, prove_replicas, prove_sampled, sharing
 from harness.tasks.blocks import Timed
 from harness.tasks.limits import contradictions
 
@@ -61,7 +61,7 @@ def summarize(record: Record, rows: Sequence[Row]) -> dict[str, Any]:
     clock = Clock.of(record, rows)
     baseline = clock.baseline or None
     summary = {name: _arm(name, arm_rows, clock) for name, arm_rows in arms.items()}
-    others = list(arms)[1:]
+    others = [name for name in list(arms)[1:] if name not in record.workload.get("mixed", {})]
     for name in others:
         summary[name]["change"] = _change(record, arms[clock.baseline], arms[name], name, clock)
         if clock.walls is not None:
@@ -320,18 +320,14 @@ def _more(gate: Mapping[str, Any], repeat: Mapping[str, Any]) -> bool:
 def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]:
     """Gates and verdict of a bench or gate, from the rows and the counters."""
     arms, shared = by_arm(record, rows), sharing(record)
-    size = record.identity.config["model"].get("block_size")
-    problems = []
-    for name, arm in record.arms.items():
-        others = [row for other in shared.get(name, []) for row in arms[other]]
-        problems += prove(name, arm, arms[name], size, others)
+    problems = [problem for name in arms for problem in _proof(record, arms, shared, name)]
     problems += _contradictions(record, arms)
     launched = record.launch or {}
     for name, shares in (launched.get("shards") or {}).items():
         if policy_of(record.arms[name]) is not None:
             own = [*arms[name], *(row for other in shared.get(name, []) for row in arms[other])]
             problems += prove_replicas(name, shares, own)
-    if blocks.in_blocks(rows):
+    if record.task == "bench" and blocks.in_blocks(rows):
         problems += prove_blocks(launched.get("blocks") or [], rows)
     gates: dict[str, Any] = {"armed": not problems}
     problems += _identities(record, arms, gates)
@@ -347,26 +343,43 @@ def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]
     return gates, decide(problems)
 
 
+def _proof(record: Record, arms: Mapping[str, list[Row]], shared: Mapping[str, list[str]], name: str) -> list[Problem]:
+    arm, mixed, config = record.arms[name], record.workload.get("mixed", {}), record.identity.config
+    size = config["model"].get("block_size")
+    alone = not config["engine"].get("per_request_policy", True)  # a server has one policy, for whatever is asked
+    if name in mixed and (alone or policy_of(arm) is None):
+        return prove_sampled(name, arm, arms[name], size)
+    others = [row for other in shared.get(name, []) for row in arms[other]]
+    sampled = [row for other, beside in mixed.items() if alone and beside == name for row in arms[other]]
+    return prove(name, arm, arms[name], size, others, sampled, record.workload.get("passes", 1) > 1)
+
+
 def _identities(record: Record, arms: Mapping[str, list[Row]], gates: dict[str, Any]) -> list[Problem]:
     """Every greedy arm that promises the baseline's ids, against it: an engine without its adapter, else strict."""
     base = UNARMED if UNARMED in arms else "strict"
     if base not in arms or record.arms[base].temperature > 0 or not fixed_width(record):
         return []
-    same = [name for name, arm in record.arms.items() if (policy := policy_of(arm)) is None or policy.is_strict]
-    found = {
-        name: identity(arms[base], arms[name], min(record.arms[base].expected, record.arms[name].expected))
-        for name in same
-        if name != base and (name == "asd-b0" or judged(record))
-    }
-    repeat = None
+    greedy = {name: policy_of(arm) for name, arm in record.arms.items() if arm.temperature == 0}
+    same = [name for name, policy in greedy.items() if policy is None or policy.is_strict]
+    wanted = [name for name in same if name != base and (name == "asd-b0" or judged(record))]
+    count = len(record.workload["items"])
+    found = {name: identity(arms[base], arms[name], count) for name in wanted}
+    repeat, again = None, {}
     if blocks.in_blocks(arms[base]):
-        repeat = gates["repeat"] = identity(arms[base], _seconds(arms[base]), 0)
+        gates["repeat"] = identity(arms[base], _seconds(arms[base]), count)
+        if record.task == "bench":
+            repeat = gates["repeat"]
+        else:  # every arm answered twice, the second time from the prefix cache
+            seconds = {name: _seconds(arms[name]) for name in (base, *wanted)}
+            again = {name: identity(seconds[base], seconds[name], count) for name in wanted}
+            gates["identity_repeated"] = again
     if "asd-b0" in found:
         gates["identity"] = found["asd-b0"]
     if others := {name: gate for name, gate in found.items() if name != "asd-b0"}:
         gates["identities"] = others
     exact = reproducible(record) or repeat is not None
-    return [problem for name, gate in found.items() for problem in identity_problems(name, gate, base, repeat, exact)]
+    pairs = [*found.items(), *((f"{name}, repeated", gate) for name, gate in again.items())]
+    return [problem for name, gate in pairs for problem in identity_problems(name, gate, base, repeat, exact)]
 
 
 def _seconds(rows: Sequence[Row]) -> list[Row]:
@@ -432,8 +445,8 @@ def _aa(record: Record, arms: Mapping[str, list[Row]], rows: Sequence[Row]) -> l
 def _control(record: Record, arms: Mapping[str, list[Row]]) -> dict[str, Any]:
     """Whether a policy with a budget does change something: else equal ids would say nothing."""
     base = UNARMED if UNARMED in arms else "strict"
-    strict = {row.item: row.output_ids for row in arms[base] if row.error is None}
-    rows = [row for row in arms["control"] if row.error is None and row.item in strict]
+    strict = {item: row.output_ids for item, row in _answered(arms[base]).items()}
+    rows = [row for item, row in _answered(arms["control"]).items() if item in strict]
     return {
         "policy": record.arms["control"].policy_key,
         "items": len(rows),
