@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from adapters.arm import Arming, Refused, request_policy, serving_rule
+from adapters.capture import CaptureError
 from adapters.policy import CUSTOM_PARAM, GREEDY_RULES, REFERENCE_ONLY, REFERENCE_RULES, RULES, Policy, PolicyError
 from adapters.rules import block, sampling
 from adapters.rules.asd import BUDGET, AsdConfig
 from adapters.sglang import seams
+from adapters.sglang.capture import Capture, Pending
 from adapters.sglang.ledger import STRICT, Detail, Ledger, to_device, to_host
 from adapters.telemetry import Telemetry
 
@@ -97,6 +99,7 @@ class Step:
     sampled: list[str | None] | None = None  # the rule of each sampled row, where some row's is not the engine's
     logits: Tensor | None = None  # set while the engine accepts, and only then
     live: Tensor | None = None
+    pending: Pending | None = None  # of the capture
 
 
 @dataclass
@@ -118,6 +121,7 @@ class Adapter:
         self.worker: Worker | None = None
         self.ledger: Ledger | None = None
         self.step: Step | None = None
+        self.capture: Capture | None = None
         self.refused: dict[str, str] = {}  # rule -> why this server cannot serve it
         self.caps: dict[int, SimpleNamespace] = {}
         self.native_sampled = "chain"  # what the engine does with a sampled row
@@ -198,6 +202,11 @@ class Adapter:
         if self.ledger is not None:
             configs = [STRICT if s is None else s.config for s in states]
             self.ledger.assign(slots.long(), configs, [0.0 if s is None else s.spent for s in states])
+        if self.capture is not None:
+            native = [self.native_sampled if is_sampled(req) else "strict" for req in reqs]
+            keys = [own if s is None else s.key for s, own in zip(states, native, strict=True)]
+            asked = [own if s is None else s.policy.key for s, own in zip(states, native, strict=True)]
+            self.capture.prefill(reqs, keys, asked)
 
     def begin(self, reqs: Sequence[Any], slots: Tensor) -> Step | None:
         """The Step of a decode batch, or None where the engine's own rules serve all of it."""
@@ -208,7 +217,8 @@ class Adapter:
         ]
         foreign = any(rule not in (None, self.native_sampled) for rule in sampled)
         keeps = any(s is not None and s.rejections is not None for s in states)
-        if self.arming.verify_cap is None and "asd" not in rules and not foreign and not keeps:
+        plain = self.arming.verify_cap is None and "asd" not in rules and not foreign and not keeps
+        if plain and self.capture is None:
             return None
         assert self.worker is not None
         step = Step(states, slots, keeps=keeps)
@@ -216,6 +226,8 @@ class Adapter:
             step.detail = Detail(len(reqs), self.worker.drafts, self.worker.device)
         if foreign:
             step.sampled = sampled
+        if self.capture is not None:
+            step.pending = self.capture.begin(reqs, [rule is not None for rule in sampled])
         return step
 
     def finalize(self, original: Callable, executor: Any, **kwargs: Any) -> Any:
@@ -240,6 +252,9 @@ class Adapter:
             step.logits = None
         if self.worker.group is not None:
             self._align(out, step)
+        if step.pending is not None:
+            assert self.capture is not None
+            self.capture.add(step.pending, kwargs["candidates"], kwargs["target_logits"], step.live, out[0], out[1])
         return out
 
     def _align(self, out: Sequence[Tensor], step: Step) -> None:
@@ -285,6 +300,8 @@ class Adapter:
         step = self.step
         if step is None or step.logits is None:
             return original(candidates=candidates, target_predict=target_predict)
+        if step.pending is not None:
+            step.pending.top = target_predict
         if step.detail is None:
             length, bonus = original(candidates=candidates, target_predict=target_predict)
         else:
@@ -316,6 +333,9 @@ class Adapter:
         target_probs [B, K+1, V], draft_probs [B, K, V] float32, uniform_samples [B, K]; fills predicts [B*(K+1)],
         accept_index [B, K+1] and accept_token_num [B]."""
         step = self.step
+        if step is not None and step.pending is not None:
+            step.pending.p, step.pending.q = kwargs["target_probs"], kwargs["draft_probs"]
+            step.pending.coins = kwargs["uniform_samples"]
         if step is None or step.logits is None or step.sampled is None:
             return original(**kwargs)
         rules = sorted(
@@ -357,6 +377,8 @@ class Adapter:
         if state is not None:
             detail = getattr(result, "specaccept", None)
             self.account(state, len(req.output_ids_through_stop), result, i, detail)
+        if self.capture is not None:
+            self.capture.settle(req, len(req.output_ids_through_stop))
         original(processor, req, batch, result, i, logits_output)
 
     def account(self, state: State, outputs: int, result: Any, i: int, detail: Detail | None) -> None:
@@ -471,7 +493,7 @@ class Adapter:
         try:
             self.arm(worker, server_args)
         except Exception as error:
-            if self.arming.required:
+            if self.arming.required or isinstance(error, CaptureError):
                 raise
             logger.warning("specaccept: no request policy will be served: %s", error)
             self.refused = dict.fromkeys(RULES, str(error))
@@ -501,6 +523,11 @@ class Adapter:
             raise Refused(f"DSV41_VERIFY_CAP: {self.refused['asd']}")
         if "asd" not in self.refused:
             self.probe()
+        if self.worker.group is None or self.worker.group.rank_in_group == 0:
+            drawn = not getattr(worker, "_greedy_draft", False)
+            self.capture = Capture.from_environment(self.version, server_args, self.worker.drafts, default, drawn)
+        if self.capture is not None:
+            self.telemetry.capture = self.capture.recorder.describe()
         self.telemetry.armed = True
 
     def probe(self) -> None:
