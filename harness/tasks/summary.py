@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from scipy.stats import fisher_exact
 
-from adapters.policy import GREEDY_RULES
 from harness import stats
 from harness.config import UNARMED
 from harness.records.schema import Record, Row, Verdict
@@ -405,7 +404,7 @@ def _contradictions(record: Record, arms: Mapping[str, list[Row]]) -> list[Probl
     strict = list(_answered(arms[base]).values())
     for name, arm in record.arms.items():
         policy = policy_of(arm)
-        if policy is not None and policy.rule in GREEDY_RULES and not policy.is_strict:
+        if policy is not None and arm.temperature == 0 and not policy.is_strict:
             texts = contradictions(name, strict, arms[name], alone=record.workload.get("concurrency") == 1)
             problems += [Problem("fail", text) for text in texts]
     return problems
