@@ -97,12 +97,14 @@ def step_of(run_reqs: Sequence[Any]) -> Step:
 class Account:
     """Adds finished steps to the telemetry. Two threads post-process steps in turn.
 
-    finished: called once per request that ended and carries a tag, with a JSON object.
+    finished: called once per request that ended and carries a tag, with a JSON object. ended: once per request that
+    ended in a verify step, with its steps and the tokens kept of the last.
     """
 
     telemetry: Telemetry
     policy: Policy
     finished: Callable[[dict[str, Any]], None] | None = None
+    ended: Callable[[Any, int, int], None] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -152,6 +154,8 @@ class Account:
         detail.histogram += [0] * (whole + 1 - len(detail.histogram))
         detail.histogram[whole] += 1
         detail.step_lengths.append(whole)
+        if self.ended is not None and req.finish_status.is_finished():
+            self.ended(req, detail.blocks, len(outputs))
 
     def _key(self, marks: Marks) -> str:
         """Of the rule that served the request: sampled ones got the engine's own comparison of ids."""

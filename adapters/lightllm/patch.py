@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.capture import CaptureError, Settings
 from adapters.lightllm import accept, account, exchange, seams
 from adapters.lightllm.account import Account, Step, marks_of, step_of
+from adapters.lightllm.capture import Capture
 from adapters.policy import Policy
 from adapters.telemetry import Telemetry
 
@@ -56,6 +58,7 @@ class Engine:
         self.telemetry = Telemetry("lightllm", "lightllm", seams.engine_version(root), policy)
         self.account = Account(self.telemetry, policy)
         self.ledger: accept.Ledger | None = None
+        self.capture: Capture | None = None
         self.local = Local()
         self.installed: set[str] = set()
         self.making = threading.Lock()
@@ -80,6 +83,23 @@ class Engine:
         if len(step.requests) != starts.shape[0]:
             self._lose()
             return own()
+        chosen = None if self.capture is None else ids.clone()
+        accept_len, accepted = self._decide(own, sampled, step, table, starts, ids, slots)
+        if self.capture is not None and chosen is not None:
+            self.capture.add(step, table, starts, slots, sampled.logits, chosen, ids, accept_len)
+        return accept_len, accepted
+
+    def _decide(
+        self,
+        own: Callable[[], tuple[Tensor, Tensor]],
+        sampled: Sampled,
+        step: Step,
+        table: Tensor,
+        starts: Tensor,
+        ids: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        local = self.local
         if self.policy.is_strict or not self._prepare(step, table):
             return own()
         assert self.ledger is not None
@@ -173,11 +193,23 @@ class Engine:
         with self.account.lock:
             return self.telemetry.snapshot()
 
-    def serve(self, rank: int, world: int) -> None:
+    def _capture(self, rank: int, args: Any) -> None:
+        """Where SPECACCEPT_CAPTURE asks for one, on the first rank: all of them decide alike."""
+        try:
+            settings = Settings.from_environment()
+            if settings is not None and rank == 0:
+                self.capture = Capture(settings, self.telemetry.engine, args, self.policy)
+                self.telemetry.capture = self.capture.recorder.describe()
+                self.account.ended = self.capture.ended
+        except CaptureError as error:
+            raise seams.Refused([str(error)]) from None
+
+    def serve(self, rank: int, world: int, args: Any = None) -> None:
         """Every seam is in place: say so, and answer a harness that asks."""
         missing = sorted(_wanted(self.layout) - self.installed)
         if missing:
             raise seams.Refused([f"{self.layout}: not armed at {name}" for name in missing])
+        self._capture(rank, args)
         self.telemetry.armed = True
         folder = os.environ.get(exchange.FOLDER, "").strip()
         if folder:
@@ -332,7 +364,7 @@ def _arm_backend(module: Any, state: Engine) -> None:
     def _init_model(self, kvargs):
         seams.require_arguments(kvargs["args"], state.root)
         result = init_model(self, kvargs)
-        state.serve(self.global_rank, self.global_world_size)
+        state.serve(self.global_rank, self.global_world_size, kvargs["args"])
         return result
 
     backend._get_next_token_ranks = _get_next_token_ranks
