@@ -60,11 +60,12 @@ def decided(found: Sequence[Claim], alpha: float) -> dict[str, dict[str, Any]]:
 
 
 def _told(claim: Claim, found: stats.Estimate) -> str:
+    unit = "pp" if claim.criterion == "accuracy_drop" else "%"
     low, high = 100 * claim.at_least, 100 * claim.at_most
-    wanted = f"{low:+g} to {high:+g} %" if high < float("inf") else f"at least {low:+g} %"
+    wanted = f"{low:+g} to {high:+g} {unit}" if high < float("inf") else f"at least {low:+g} {unit}"
     if found.n == 0:
         return f"expected {wanted}, found nothing measured"
-    return f"expected {wanted}, found {100 * found.value:+.2f} % [{100 * found.low:+.2f}, {100 * found.high:+.2f}]"
+    return f"expected {wanted}, found {100 * found.value:+.2f} {unit} [{100 * found.low:+.2f}, {100 * found.high:+.2f}]"
 
 
 def problems(summary: Mapping[str, Any]) -> list[Problem]:
