@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -132,6 +133,7 @@ class EngineConfig:
     per_request_policy: false: a server has one policy, so every arm gets a server of its own.
     list_requests: a list request is scheduled in order, so batched runs of equal token streams are bit-equal.
     flags: `--name value` of the start command; true: `--name`; false and null: left out.
+    cards: parts of GPU names it runs on (empty: any); cards_why: why, and what runs elsewhere.
     base: the engine this is a variant of. drafts: the kind of draft it takes. unarmed: module that starts the engine
     without its adapter (None: the same module, which is inert without a policy). unarmed_env: its environment beside
     ours. unarmed_why: why there is no such engine.
@@ -151,6 +153,8 @@ class EngineConfig:
     arguments: list[str] = field(default_factory=list)
     per_request_policy: bool = True
     list_requests: bool = False
+    cards: list[str] = field(default_factory=list)
+    cards_why: str = ""
     drafts: str = "dspark"
     fixed_width: bool = True
     max_running_requests: int = 16
@@ -442,9 +446,14 @@ def _read(group: str, name: str) -> Any:
     return OmegaConf.load(RECIPES / group / f"{name}.yaml")
 
 
+@lru_cache(maxsize=64)
+def _member(group: str, name: str) -> Any:
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(KINDS[group]), _read(group, name)))
+
+
 def member(group: str, name: str) -> Any:
     """One member of a group as its dataclass, without the rest of a configuration."""
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(KINDS[group]), _read(group, name)))
+    return deepcopy(_member(group, name))
 
 
 def load(overrides: Sequence[str] = ()) -> Config:

@@ -81,6 +81,9 @@ def missing(config: Config) -> list[str]:
         size = f" of {memory} GiB" if memory else ""
         found = ", ".join(f"{gpu.name} {gpu.memory_gib:.0f} GiB" for gpu in gpus()) or "none"
         lacks.append(f"{needed} CUDA GPU{'s' if needed > 1 else ''}{size} (found {found})")
+    if engine.cards and gpus() and not any(card in gpu.name for gpu in gpus() for card in engine.cards):
+        found = gpus()[0].name
+        lacks.append(f"one of {', '.join(engine.cards)} (found {found}: {engine.cards_why})")
     for what, path in (("target", model.target), ("draft", model.draft)):
         if not is_local(path) and (not is_hub_id(path) or os.environ.get("HF_HUB_OFFLINE")):
             lacks.append(f"the {what} {path}")

@@ -8,7 +8,8 @@ import pytest
 
 from adapters.policy import RULES
 from harness.config import load, member
-from harness.launch.capability import unsupported, unsupported_rule
+from harness.launch import capability
+from harness.launch.capability import missing, unsupported, unsupported_rule
 from harness.launch.command import command
 
 EAGLE3 = ("model.draft=/e", "model.draft_kind=eagle3", "model.block_size=4")
@@ -55,6 +56,16 @@ def test_rules_that_cannot_run_are_refused_before_a_server_starts():
     assert {rule for rule in RULES if unsupported_rule(lightllm, rule) is None} == {"strict", "asd"}
     assert unsupported_rule(lightllm, "block") == "argmax drafts"
     assert unsupported_rule(member("engine", "reference"), "block") is None
+
+
+@pytest.mark.parametrize(("card", "runs"), [("NVIDIA H200", True), ("NVIDIA L20", False)])
+def test_dspark_needs_fa3(monkeypatch, card, runs):
+    """Refused with the reason and what runs instead; the EAGLE3 recipe does not mind."""
+    monkeypatch.setattr(capability, "gpus", lambda: (capability.Gpu(card, 46.0),))
+    lacks = "; ".join(missing(load(["engine=lightllm"])))
+    assert ("FlashAttention 3 only, engine=lightllm-eagle3 runs on any GPU" in lacks) == (not runs)
+    assert (f"found {card}" in lacks) == (not runs)
+    assert "found" not in "; ".join(missing(load(["engine=lightllm-eagle3", *EAGLE3])))
 
 
 def test_only_the_dynamic_recipe_has_no_fixed_width():
