@@ -64,6 +64,9 @@ class Capture:
         columns = table.index_select(0, slots.index_select(0, starts).long())
         rows = logits[index]
         greedy = [marks_of(req).temperature is not None for req in step.requests]
+        top = chosen.long()[index]
+        if not all(greedy):  # of a sampled row that is the id it drew
+            top = torch.where(_to(torch.tensor(greedy), device)[:, None], top, rows.argmax(-1))
         with self.lock:
             numbers, steps = self._enter(step.requests)
             self.recorder.add(
@@ -76,7 +79,7 @@ class Capture:
                     anchors=columns[:, 0],
                     drafts=columns[:, 1 : K + 1].long(),
                     logits=rows,
-                    top=chosen.long()[index] if all(greedy) else rows.argmax(-1),
+                    top=top,
                     length=torch.minimum(accept_len.long() - 1, live),
                     bonus=committed[(starts + accept_len.long() - 1).clamp(max=len(committed) - 1)],
                     live=live,
