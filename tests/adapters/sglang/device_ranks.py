@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--log", default="ranks-server.log")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    args.server += f" --tp-size {args.tp}"
+    args.server += f" --tp-size {args.tp}" + (" --disable-custom-all-reduce" if args.tp > 1 else "")
     url, log, report = f"http://127.0.0.1:{args.port}", Path(args.log), {"ok": False, "tp": args.tp}
     inputs = prompts(args)
     server = start(args, args.port, log)

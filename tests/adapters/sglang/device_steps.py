@@ -169,6 +169,7 @@ def main() -> int:
     args = parser.parse_args()
     args.target, args.draft = folders(Path(tempfile.mkdtemp()), args.layers)
     args.server += f" --tp-size {args.tp} --cuda-graph-bs-decode {' '.join(map(str, args.batches))}"
+    args.server += " --disable-custom-all-reduce" if args.tp > 1 else ""  # which may want NVLink multicast
     args.base = "strict" if args.armed_only else UNARMED
     arms = {name: policy for name, policy in ARMS.items() if not (args.armed_only and name == UNARMED)}
     boots = {"armed": {}} | ({} if args.armed_only else {UNARMED: {"SGLANG_PLUGINS": "none"}})
