@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
-
 from adapters.policy import CUSTOM_PARAM
 from harness.engines import fields
 from harness.engines.base import EngineError, Generation, Request, Server, Snapshot
+from harness.engines.transport import Transport, TransportError
 
 SNAPSHOT_SCHEMA = 1
 NO_VERSION = "default"  # SGLang's weight_version where none was given
@@ -30,7 +29,7 @@ class NativeClient:
         self.url = url.rstrip("/")
         self.control_timeout_s = control_timeout_s
         self.unarmed = unarmed
-        self._http = httpx.Client(timeout=control_timeout_s, trust_env=False)
+        self._http = Transport(self.url)
 
     def close(self) -> None:
         self._http.close()
@@ -95,8 +94,8 @@ class NativeClient:
 
     def healthy(self) -> bool:
         try:
-            return self._http.get(f"{self.url}/health", timeout=self.control_timeout_s).status_code == 200
-        except httpx.HTTPError:
+            return self._http.send("GET", "/health", None, self.control_timeout_s)[0] == 200
+        except (TimeoutError, TransportError):
             return False
 
     def flush(self) -> None:
@@ -109,28 +108,22 @@ class NativeClient:
         return self._send("POST", path, body, deadline_s, parse)
 
     def _send(self, method: str, path: str, body: Any, deadline_s: float, parse: bool) -> Any:
-        """One exchange. httpx's own timeout starts again with every read, hence the deadline on the whole of it."""
-        deadline = time.monotonic() + deadline_s
-        content = bytearray()
+        content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         try:
-            with self._http.stream(method, f"{self.url}{path}", json=body, timeout=deadline_s) as response:
-                for chunk in response.iter_bytes():
-                    content += chunk
-                    if time.monotonic() > deadline:
-                        raise EngineError("timeout", f"{path}: no complete answer within {deadline_s:g} s")
-        except httpx.TimeoutException:
-            raise EngineError("timeout", f"{path}: no answer within {deadline_s:g} s") from None
-        except httpx.HTTPError as error:
-            raise EngineError("connection", f"{path}: {type(error).__name__}: {error}") from None
-        if response.status_code >= 400:
-            text = content.decode(errors="replace").strip()
-            raise EngineError("http", f"{path}: status {response.status_code}: {text[:300]}")
+            status, answer = self._http.send(method, path, content, deadline_s)
+        except TimeoutError:
+            raise EngineError("timeout", f"{path}: no complete answer within {deadline_s:g} s") from None
+        except TransportError as error:
+            raise EngineError("connection", f"{path}: {error}") from None
+        if status >= 400:
+            text = answer.decode(errors="replace").strip()
+            raise EngineError("http", f"{path}: status {status}: {text[:300]}")
         if not parse:
             return None
         try:
-            return json.loads(content)
+            return json.loads(answer)
         except (ValueError, RecursionError) as error:
-            found = bytes(content[:80])
+            found = answer[:80]
             raise EngineError("garbled", f"{path}: expected JSON, found {found!r} ({error})") from None
 
 
