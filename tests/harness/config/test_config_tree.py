@@ -7,13 +7,13 @@ import pytest
 
 from harness.config import GROUPS, KINDS, RECIPES, Config, ConfigError, choices, load, member
 
+NEEDS = {"attach": ["url=http://127.0.0.1:1"], "replay": ["capture=/tmp"]}  # members that cannot stand alone
 MEMBERS = [(group, name) for group in GROUPS for name in choices(group)]
 
 
 @pytest.mark.parametrize(("group", "name"), MEMBERS, ids=lambda value: value)
 def test_every_member_composes(group, name):
-    more = ["url=http://127.0.0.1:1"] if name == "attach" else []
-    config = load([f"{group}={name}", *more])
+    config = load([f"{group}={name}", *NEEDS.get(name, [])])
     assert isinstance(config, Config)
     assert getattr(config, group).name == name
     assert type(member(group, name)) is KINDS[group]
@@ -166,7 +166,7 @@ def test_a_model_may_name_its_own_policy():
 
 @pytest.mark.parametrize("name", choices("task"))
 def test_a_make_target_names_its_task(name):
-    assert load([f"task={name.replace('-', '_')}"]).task.name == name
+    assert load([f"task={name.replace('-', '_')}", *NEEDS.get(name, [])]).task.name == name
 
 
 def test_how_many_items():
