@@ -15,6 +15,7 @@ from harness.stats import Estimate
 
 NARROW, HEIGHT = 280, 300  # px of the plot's box on a phone
 LETTER, LINE = 6.6, 14  # px of a label's letter and line
+RADIUS = 5.5  # px of a point
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def scatter(dots: Sequence[Dot]) -> Scatter:
         return 100 - y.at(100 * value)
 
     zero = (pc(across(0.0)), pc(down(0.0)))
-    taken = [_box(across(dot.speed.value), down(dot.accuracy.value), 0, 0, "middle", 1) for dot in dots]
+    taken = [_around(across(dot.speed.value), down(dot.accuracy.value)) for dot in dots]
     zero_label = _place(across(0.0), down(0.0), "baseline", taken) or PLACES[0]
     marks = []
     for dot in dots:
@@ -175,7 +176,7 @@ def _staircase(corners: Sequence[tuple[float, float]]) -> tuple[tuple[str, str, 
     return tuple((pc(a), pc(b), pc(c), pc(d)) for a, b, c, d in pieces)
 
 
-PLACES = ((8, -6, "start"), (8, 15, "start"), (-8, -6, "end"), (-8, 15, "end"), (0, -11, "middle"), (0, 21, "middle"))
+PLACES = ((9, -4, "start"), (9, 13, "start"), (-9, -4, "end"), (-9, 13, "end"), (0, -10, "middle"), (0, 20, "middle"))
 Box = tuple[float, float, float, float]
 
 
@@ -185,6 +186,12 @@ def _box(x: float, y: float, dx: float, dy: float, anchor: str, letters: int) ->
     left = x / 100 * NARROW + dx - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
     base = y / 100 * HEIGHT + dy
     return left, base - LINE + 3, left + width, base + 3
+
+
+def _around(x: float, y: float) -> Box:
+    """Of a point."""
+    left, top = x / 100 * NARROW, y / 100 * HEIGHT
+    return left - RADIUS, top - RADIUS, left + RADIUS, top + RADIUS
 
 
 def _place(x: float, y: float, label: str, taken: list[Box]) -> tuple[float, float, str] | None:

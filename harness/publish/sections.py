@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,7 +14,7 @@ from harness.launch.capability import pair, unsupported, unsupported_rule
 from harness.publish import cells
 from harness.publish.cells import NOT_RUN
 from harness.publish.labels import changes, code, is_recipe, is_reported, link, model, title, traffic, unusual
-from harness.publish.parts import Cell, Link
+from harness.publish.parts import Cell, Link, parts
 from harness.publish.phases import phases
 from harness.publish.selection import Point, Selection, Shown, Sweep, passed
 from harness.records import Record
@@ -135,22 +136,40 @@ def why(record: Record) -> str:
 
 def gate(shown: Shown) -> list[Cell]:
     record = shown.record
-    found, control, config = record.gates["identity"], record.gates["control"], record.identity.config
+    gates, config = record.gates, record.identity.config
+    found, control = gates.get("identity"), gates.get("control")
+    base = next(iter(record.arms))
+    compared: list[Cell] = ["not compared"] * 4
+    if found:
+        compared = [
+            f"{found['compared']}/{found['expected']}",
+            f"{found['tokens']:,}",
+            str(found["mismatches"]),
+            f"{100 * found['bound']:.2g} %",
+        ]
     return [
         model(record),
-        config["engine"]["name"],
-        ", ".join([config["traffic"]["name"], *unusual(record), *changes(record)]),
-        f"{found['compared']}/{found['expected']}",
-        f"{found['tokens']:,}",
-        str(found["mismatches"]),
-        f"{100 * found['bound']:.2g} %",
-        f"{control['policy']}: {control['relaxed']} relaxed, {control['outputs_changed']}/{control['items']} changed",
+        config["engine"]["name"] + ("" if base == "strict" else f", against {base}"),
+        ", ".join([config["traffic"]["name"], *unusual(record), *changes(record), *_in_flight(record)]),
+        *compared,
+        f"{control['policy']}: {control['relaxed']} relaxed, {control['outputs_changed']}/{control['items']} changed"
+        if control
+        else "none",
         (
             f"{record.verdict.outcome if record.verdict else 'none'}, ",
             link(record),
             f", {code(record)}{beside(shown)}",
         ),
     ]
+
+
+def _in_flight(record: Record) -> list[str]:
+    """How far an engine is from equal arithmetic: what is in flight at once, and how often it then repeats itself."""
+    count, repeat = record.workload.get("concurrency", 1), record.gates.get("repeat")
+    told = [f"{count} in flight"] if count != 1 else []
+    return told + (
+        [f"the baseline differs from itself on {repeat['mismatches']}/{repeat['compared']}"] if repeat else []
+    )
 
 
 def calibration(shown: Shown) -> list[Cell]:
@@ -264,17 +283,25 @@ def histogram(record: Record) -> tuple[list[str], list[list[Cell]]]:
 
 
 def varied(sweep: Sweep) -> list[str]:
-    """What the points of a sweep differ in, as the last parts of the overrides."""
-    return list(dict.fromkeys(name for point in sweep.points for name in point.varied))
+    """What the points of a sweep differ in, as the overrides name it."""
+    all_points = [*(point.varied for point in sweep.points), *(point for point, _ in sweep.left_out)]
+    names = list(dict.fromkeys(name for point in all_points for name in point))
+    return [name for name in names if len({str(point.get(name)) for point in all_points}) > 1] or names
+
+
+def settings(point: Mapping[str, Any], names: Sequence[str]) -> str:
+    """`B=4 g=2`, in the papers' letters where they have one."""
+    return " ".join(f"{letter(name)}={cells.setting(point.get(name))}" for name in names)
+
+
+def letter(name: str) -> str:
+    letters = {"budget": "B", "gate": "g", "max_mismatches": "m"}
+    return letters.get(last := name.rpartition(".")[2], last)
 
 
 def sweep_title(sweep: Sweep) -> str:
-    """Of the first point, without its own policy."""
-    count = f"{len(sweep.points)} points" if len(sweep.points) != 1 else "1 point"
-    missing = (sweep.planned or 0) - len(sweep.points)
-    more = f" of {sweep.planned}" if missing > 0 else ""
     where = f"{title(sweep.points[0].record)}: " if sweep.points else ""
-    return f"{where}{count}{more} (sweep {sweep.id})"
+    return f"{where}{len(sweep.points)} of {sweep.planned} points (sweep {sweep.id})"
 
 
 def point_row(point: Point, names: Sequence[str]) -> list[Cell]:
@@ -294,18 +321,20 @@ def point_row(point: Point, names: Sequence[str]) -> list[Cell]:
     ]
 
 
-def not_on_front(sweep: Sweep) -> list[list[Cell]]:
-    """Runs of a sweep that are no point of it, with the reason; and how many never ran."""
-    rows = [other(run, "a newer run of the same point is shown") for run in sweep.left_out]
-    ids = {
-        tuple(sorted((run.record.workload["sweep"]["point"]).items(), key=str)) for run in sweep.left_out if run.record
-    }
-    shown = {tuple(sorted(point.varied.items(), key=str)) for point in sweep.points}
-    missing = (sweep.planned or 0) - len(shown | ids)
+def without_pass(sweep: Sweep) -> list[list[Cell]]:
+    """Points that no pass stands for, with the reason; the last row counts those that no run tells of."""
+    names = varied(sweep)
+    rows: list[list[Cell]] = []
+    for point, run in sweep.left_out:
+        what = f"{settings(point, names)} of sweep {sweep.id}"
+        if run is None:
+            rows.append([what, "bench", *["as its sweep"] * 3, NOT_RUN, "no record"])
+        else:
+            first, *rest = other(run, "no point of the front")
+            rows.append([(f"{what}, ", *parts(first)), *rest])
+    missing = sweep.planned - len(sweep.points) - len(sweep.left_out)
     if missing > 0:
-        rows.append(
-            [f"{missing} points", "bench", "as above", "as above", "as above", NOT_RUN, "the sweep has not ended"]
-        )
+        rows.append([f"{missing} points of sweep {sweep.id}", "bench", *["as its sweep"] * 3, NOT_RUN, "no record"])
     return rows
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from harness.publish.labels import asked, key
 from harness.records import Record, Row
 from harness.records.read import Loaded
+from harness.records.schema import canonical
+from harness.records.sweeps import Manifest
 from harness.stats import Estimate, pareto
 
 FIXED = ("strict", "chain", "asd-b0", "unarmed", "control")  # what candidates are compared with
@@ -48,12 +50,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """points: sound passes, in the order of what was varied. left_out: every other run. planned: None where unknown."""
+    """points: the newest sound pass of each. left_out: points without one, by their newest run; None: never ran.
+
+    planned: how many there are; without the sweep's manifest those that runs tell of.
+    """
 
     id: str
     points: tuple[Point, ...]
-    left_out: tuple[Loaded, ...]
-    planned: int | None
+    left_out: tuple[tuple[dict[str, Any], Loaded | None], ...]
+    planned: int
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,7 @@ def _shown(name: tuple[str, ...], group: Sequence[Loaded], failed: Sequence[Reco
     return Shown(best.record, len(group) - 1, tuple(sorted(newer, key=lambda record: record.id)), best.rows)
 
 
-def select(runs: Sequence[Loaded]) -> Selection:
-    swept = [run for run in runs if sweep_of(run)]
+def select(runs: Sequence[Loaded], manifests: Sequence[Manifest] = ()) -> Selection:
     plain = [run for run in runs if not sweep_of(run)]
     shown = choose(plain).values()
     tasks = {task: tuple(each for each in shown if each.record.task == task) for task in ("bench", "gate", "calibrate")}
@@ -119,40 +123,55 @@ def select(runs: Sequence[Loaded]) -> Selection:
         benches=tasks["bench"],
         gates=tasks["gate"],
         calibrations=tasks["calibrate"],
-        sweeps=_sweeps(swept),
+        sweeps=tuple(_sweep(name, *each) for name, each in sorted(_asked(runs, manifests).items())),
         others=tuple(run for run in plain if run.record not in kept),
     )
 
 
-def _sweeps(runs: Sequence[Loaded]) -> tuple[Sweep, ...]:
-    groups: dict[str, list[Loaded]] = {}
-    for run in runs:
-        groups.setdefault((sweep_of(run) or {})["id"], []).append(run)
-    return tuple(_sweep(name, groups[name]) for name in sorted(groups))
+Runs = list[tuple[dict[str, Any], list[Loaded]]]  # by point
 
 
-def _sweep(name: str, runs: Sequence[Loaded]) -> Sweep:
-    newest: dict[tuple[str, ...], Loaded] = {}  # a point that was measured twice counts once
+def _asked(runs: Sequence[Loaded], manifests: Sequence[Manifest]) -> dict[str, tuple[Runs, int]]:
+    """Every sweep's points with all their runs. A manifest finds them by plan, so also those from before the sweep."""
+    found: dict[str, tuple[Runs, int]] = {}
+    for manifest in manifests:
+        own = [(each.point, [run for run in runs if _plan(run) == each.plan]) for each in manifest.points]
+        found[manifest.id] = own, len(own)
     for run in runs:
-        if run.complete and run.record and passed(run.record) and changes_of(run.record):
-            newest[key(run.record)] = run
-    good = [run.record for run in newest.values() if run.record is not None]
-    good.sort(key=lambda record: [_sortable(value) for value in record.workload["sweep"]["point"].values()])
-    pairs = [pair for record in good if (pair := changes_of(record))]
+        told = sweep_of(run)
+        if told and told["id"] not in {manifest.id for manifest in manifests}:
+            points, planned = found.setdefault(told["id"], ([], 0))
+            same = [group for point, group in points if canonical(point) == canonical(told["point"])]
+            if same:
+                same[0].append(run)
+            else:
+                points.append((told["point"], [run]))
+            found[told["id"]] = points, max(planned, told.get("points") or 0, len(points))
+    return found
+
+
+def _plan(run: Loaded) -> str | None:
+    return None if run.record is None else run.record.asked or run.record.identity.plan
+
+
+def _sweep(name: str, asked_for: Runs, planned: int) -> Sweep:
+    good: list[tuple[Record, dict[str, Any], tuple[Estimate, Estimate]]] = []
+    rest: list[tuple[dict[str, Any], Loaded | None]] = []
+    for point, runs in sorted(asked_for, key=lambda pair: [_sortable(value) for value in pair[0].values()]):
+        records = [run.record for run in runs if run.complete and run.record and passed(run.record)]
+        changes = changes_of(records[-1]) if records else None
+        if changes:
+            good.append((records[-1], point, changes))
+        else:
+            rest.append((point, runs[-1] if runs else None))
     itself = Estimate(0.0, 0.0, 0.0, 0, "the baseline itself")
-    places = pareto.front(
-        [
-            *(pareto.Point(record.id, *pair) for record, pair in zip(good, pairs, strict=True)),
-            pareto.Point("baseline", itself, itself),
-        ]
-    )[:-1]
+    spots = [pareto.Point(record.id, *changes) for record, _, changes in good]
+    places = pareto.front([*spots, pareto.Point("baseline", itself, itself)])[:-1]
     points = [
-        Point(record, candidate(record) or "", record.workload["sweep"]["point"], *pair, place.standing, place.by)
-        for record, pair, place in zip(good, pairs, places, strict=True)
+        Point(record, candidate(record) or "", point, *changes, place.standing, place.by)
+        for (record, point, changes), place in zip(good, places, strict=True)
     ]
-    kept = [run.folder for run in newest.values()]
-    planned = max(((sweep_of(run) or {}).get("points") or 0 for run in runs), default=0)
-    return Sweep(name, tuple(points), tuple(run for run in runs if run.folder not in kept), planned or None)
+    return Sweep(name, tuple(points), tuple(rest), planned)
 
 
 def changes_of(record: Record) -> tuple[Estimate, Estimate] | None:

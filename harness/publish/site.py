@@ -80,7 +80,7 @@ def page(results: Path, selection: Selection, figures: Sequence[Published]) -> b
                 "columns": (*(name.rpartition(".")[2] for name in sections.varied(sweep)), *sections.POINTS[:-1]),
                 "rows": [
                     (
-                        sections.point_row(point, sections.varied(sweep)),
+                        sections.point_row(point, sections.varied(sweep))[:-1],  # the drawer has the run
                         drawer(point.record, point.arm),
                         point.record.id,
                     )
@@ -240,7 +240,7 @@ def row(record: Record, arm: str, scales: Sequence[float]) -> dict[str, Any]:
             ),
             ("; ".join(bad) or "none", [], None),
             (values["identity"], [], None),
-            (values["verdict"], [], None),
+            (values["verdict"], [] if found.get("verdict") or passed(record) else ["of the run"], None),
         ],
         "drawer": drawer(record, arm),
     }

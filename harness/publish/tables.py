@@ -21,6 +21,7 @@ from harness.publish.site import SITE, page
 from harness.records import Record
 from harness.records.read import Loaded, read_all
 from harness.records.run import write_atomically
+from harness.records.sweeps import read_sweeps
 
 README = "README.md"
 PLOTS = "plots"
@@ -40,7 +41,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, bytes]:
     """Every derived file, by path below `results`."""
     runs = read_all(results) if runs is None else runs
-    chosen = select(runs)
+    chosen = select(runs, read_sweeps(results))
     measured = [each.record for each in chosen.benches]
     figures = sections.published(results)
     files = {f"{PLOTS}/{each.record.id}.svg": _plot(each.record) for each in chosen.benches}
@@ -117,7 +118,7 @@ def _bench(shown: Shown) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
         "histogram": sections.histogram(record),
-        "footnote": footnote(rows),
+        "footnote": footnote(rows, list(record.arms)),
         "facts": [
             f"Policies: {policies}.",
             f"Model: {models(record)}.",
@@ -144,5 +145,5 @@ def _sweep(sweep: Sweep) -> dict[str, Any]:
         "columns": (*(name.rpartition(".")[2] for name in names), *sections.POINTS),
         "rows": [sections.point_row(point, names) for point in sweep.points],
         "other_columns": sections.OTHERS,
-        "others": sections.not_on_front(sweep),
+        "others": sections.without_pass(sweep),
     }
