@@ -8,7 +8,6 @@ from adapters.policy import Policy
 from adapters.rules.common import Accepted, check_block, check_live
 from adapters.rules.predicate import block_stats, by_argmax, check_relaxed, numbers, relaxing
 from adapters.rules.relaxed_topk import naive
-from adapters.rules.rowstats import RowStats
 
 
 def accept(
@@ -29,6 +28,5 @@ def accept(
     check_relaxed(relaxed, draft_ids)
     span = relaxing(draft_ids, policy, thinking)
     stats = block_stats(draft_ids, target_logits)
-    rows = RowStats(*(field[:, :K] for field in stats))
-    near, matched = naive.passes(rows, top_n, delta), draft_ids == rows.top
+    near, matched = naive.passes(stats, top_n, delta)[:, :K], draft_ids == stats.top[:, :K]
     return by_argmax(matched | (near if span is None else near & span), matched, stats.top, live, relaxed)

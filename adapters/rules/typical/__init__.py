@@ -8,7 +8,6 @@ from torch import Tensor
 from adapters.policy import Policy
 from adapters.rules.common import Accepted, check, check_block, check_live
 from adapters.rules.predicate import block_stats, by_argmax, check_relaxed, numbers
-from adapters.rules.rowstats import RowStats
 from adapters.rules.typical import naive
 
 
@@ -31,6 +30,5 @@ def accept(
     if inverse_temperature is not None:
         check("inverse_temperature", inverse_temperature, (B,), (torch.float32, torch.float64), draft_ids)
     stats = block_stats(draft_ids, target_logits, inverse_temperature)
-    rows = RowStats(*(field[:, :K] for field in stats))
-    passes = naive.passes(rows, inverse_temperature, epsilon, alpha)
-    return by_argmax(passes, draft_ids == rows.top, stats.top, live, relaxed)
+    passes = naive.passes(stats, inverse_temperature, epsilon, alpha)[:, :K]
+    return by_argmax(passes, draft_ids == stats.top[:, :K], stats.top, live, relaxed)

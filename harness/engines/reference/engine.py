@@ -327,15 +327,14 @@ class Engine:
 
     def _judge(self, drafts: Tensor, logits: Tensor, draws: Draws | None) -> Tensor:
         """-> [n, 3], the verdicts of judges.py, zeros in the rows of other requests."""
-        out = torch.zeros(len(drafts), judges.WIDTH, dtype=torch.int64, device=drafts.device)
-        if draws is not None:
-            out[draws.rows] = draws.accept(drafts, logits)
+        found = [] if draws is None else [(draws.rows, draws.accept(drafts, logits))]
         at = [i for i, request in enumerate(self.running) if request.judged and request.generator is None]
         if at:
             requests = [self.running[i] for i in at]
             policies, thinking = [r.policy for r in requests], [r.thinking for r in requests]
-            out[at] = judges.greedy(policies, drafts[at], logits[at], thinking)
-        return out
+            x, z = judges.take(at, drafts, logits)
+            found.append((at, judges.greedy(policies, x, z, thinking)))
+        return judges.spread(found, drafts)
 
     def _commit(self, request: Request, row: list[int], regrets: list[float] | None) -> tuple[int, int, int]:
         """row: drafts [k], matched [k], argmax [k + 1] and, with judged requests in the batch, a verdict [3].
@@ -405,10 +404,8 @@ class Draws:
 
     def accept(self, drafts: Tensor, logits: Tensor) -> Tensor:
         """-> verdicts of the sampled rows, [rows, 3]."""
-        own = logits[self.rows]
+        own, x = judges.take(self.rows, logits, drafts)
         self.p = target_probs(own, [r.params for r in self.requests])
         self.q_rows = torch.stack(self.q, 1)
         policies, temperature = [r.policy for r in self.requests], self.temperature[:, 0]
-        return judges.sampled(
-            policies, drafts[self.rows], self.p, self.q_rows, own, temperature, self.eta, self.noise[:, -1]
-        )
+        return judges.sampled(policies, x, self.p, self.q_rows, own, temperature, self.eta, self.noise[:, -1])

@@ -16,6 +16,7 @@ from adapters.rules import block, chain, entropy, relaxed_ratio, relaxed_topk, t
 from adapters.rules.common import Accepted
 
 GREEDY = {"relaxed-topk": relaxed_topk.accept, "relaxed-ratio": relaxed_ratio.accept}
+LOSSLESS = {"chain": chain.accept, "block": block.accept}
 WIDTH = 3  # of a verdict
 
 
@@ -27,21 +28,36 @@ def groups(policies: Sequence[Policy]) -> dict[Policy, list[int]]:
     return found
 
 
+def take(at: list[int], *tensors: Tensor) -> list[Tensor]:
+    """Rows `at` of each; all of them without a copy."""
+    return [tensor if len(at) == len(tensor) else tensor[at] for tensor in tensors]
+
+
 def verdicts(accepted: Accepted, relaxed: Tensor) -> Tensor:
     """accepted of [n], relaxed [n, k] bool -> [n, 3] int64."""
     bits = (relaxed.long() << torch.arange(relaxed.shape[1], device=relaxed.device)).sum(1)
     return torch.stack([accepted.length.long(), accepted.bonus, bits], 1)
 
 
+def spread(found: list[tuple[list[int], Tensor]], like: Tensor) -> Tensor:
+    """Verdicts of some rows each -> [len(like), 3], zeros elsewhere."""
+    if len(found) == 1 and len(found[0][0]) == len(like):
+        return found[0][1]
+    out = torch.zeros(len(like), WIDTH, dtype=torch.int64, device=like.device)
+    for at, verdict in found:
+        out[at] = verdict
+    return out
+
+
 def greedy(policies: Sequence[Policy], drafts: Tensor, logits: Tensor, thinking: Sequence[bool]) -> Tensor:
     """Rows of GREEDY rules: drafts [n, k], logits [n, k+1, V], thinking: the span is open -> [n, 3]."""
-    out = torch.zeros(len(drafts), WIDTH, dtype=torch.int64, device=drafts.device)
+    found = []
     for policy, at in groups(policies).items():
+        x, z = take(at, drafts, logits)
         inside = torch.tensor([thinking[i] for i in at], device=drafts.device)
-        relaxed = torch.zeros(len(at), drafts.shape[1], dtype=torch.bool, device=drafts.device)
-        accepted = GREEDY[policy.rule](drafts[at], logits[at], policy, inside, relaxed=relaxed)
-        out[at] = verdicts(accepted, relaxed)
-    return out
+        relaxed = torch.zeros(x.shape, dtype=torch.bool, device=drafts.device)
+        found.append((at, verdicts(GREEDY[policy.rule](x, z, policy, inside, relaxed=relaxed), relaxed)))
+    return spread(found, drafts)
 
 
 def sampled(
@@ -57,18 +73,17 @@ def sampled(
     """Rows of sampled rules: drafts, eta [n, k], p [n, k+1, V] after top-k and top-p, q [n, k, V], raw logits
     [n, k+1, V], temperature [n], noise [n, V] -> [n, 3].
     """
-    out = torch.zeros(len(drafts), WIDTH, dtype=torch.int64, device=drafts.device)
+    found = []
     for policy, at in groups(policies).items():
-        x, coin, race = drafts[at], eta[at], noise[at]
+        x, target, draft, z, coin, race = take(at, drafts, p, q, logits, eta, noise)
         relaxed = torch.zeros(x.shape, dtype=torch.bool, device=drafts.device)
         if policy.rule == "typical":
-            accepted = typical.accept(x, logits[at], policy, temperature[at].reciprocal(), relaxed=relaxed)
+            accepted = typical.accept(x, z, policy, take(at, temperature)[0].reciprocal(), relaxed=relaxed)
         elif policy.rule == "thresholds":
-            accepted = thresholds.accept(x, p[at], policy, coin, race, relaxed=relaxed)
+            accepted = thresholds.accept(x, target, policy, coin, race, relaxed=relaxed)
         elif policy.rule == "entropy":
-            accepted = entropy.accept(x, p[at], q[at], logits[at], policy, coin, race, relaxed=relaxed)
+            accepted = entropy.accept(x, target, draft, z, policy, coin, race, relaxed=relaxed)
         else:
-            rule = {"chain": chain, "block": block}[policy.rule]
-            accepted = rule.accept(x, p[at], q[at], eta=coin, noise=race)
-        out[at] = verdicts(accepted, relaxed)
-    return out
+            accepted = LOSSLESS[policy.rule](x, target, draft, coin, race)
+        found.append((at, verdicts(accepted, relaxed)))
+    return spread(found, drafts)
