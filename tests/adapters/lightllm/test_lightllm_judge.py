@@ -192,7 +192,7 @@ def test_the_rule_on_ragged_rows(policy):
         full = torch.log_softmax(z, -1).gather(1, engine_ids.long()[:, None]).view(-1)
         np.testing.assert_allclose(engine_logprobs.numpy(), full.numpy(), atol=1e-5)
         relaxed += sum(r >= 0 for r in want[3])
-    assert (relaxed > 50) == (policy.max_mismatches != 0)
+    assert (relaxed > 20) == (policy.max_mismatches != 0)
 
 
 def test_a_temperature_scales_budget_and_gate_not_the_logits():
