@@ -38,10 +38,7 @@ def archive(tmp_path):
     own = os.environ | identity | {"GIT_CONFIG_GLOBAL": os.devnull}
 
     def git(*arguments):
-        done = subprocess.run(
-            ["git", *arguments], cwd=repository, env=os.environ | identity, capture_output=True, check=True
-        )
-        return done.stdout
+        return subprocess.run(["git", *arguments], cwd=repository, env=own, capture_output=True, check=True).stdout
 
     git("init", "-q")
     git("add", "-A")

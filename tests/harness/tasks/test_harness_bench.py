@@ -183,7 +183,9 @@ def test_a_request_past_its_deadline_is_an_error(harness, tmp_path):
 def test_one_policy_per_server_means_a_server_per_arm_and_the_baseline_twice(harness, tmp_path):
     status, _, err = harness("engine.per_request_policy=false", "limit=3")
     run = only(tmp_path)
-    assert status == 0, err
+    assert status in (0, 2), err
+    # Servers one after another on a machine that others use: the baseline may not meet itself again.
+    assert all(reason.startswith("strict-again: tokens/s") for reason in run.record.verdict.reasons)
     assert run.problems == []
     assert list(run.record.arms) == ["strict", "asd-b0", "asd", "strict-again"]
     assert [row.arm for row in run.rows] == [arm for arm in run.record.arms for _ in range(3)]
