@@ -28,6 +28,7 @@ class Counters:
     requests: finished requests that asked for it.     blocks: verify steps it decided.
     drafts_verified: sum of live drafts.               strict_accepted: committed drafts equal to the target's argmax
     (sampled rules: committed drafts).                 relaxed: committed drafts that differ from it.
+    Of thresholds and entropy, strict_accepted is what their lossless form would have committed too, relaxed the rest.
     regret_charged: nats, committed drafts only.       budget_exhausted: blocks stopped for lack of budget.
     committed_tokens: drafts and bonus tokens that reached an output.
     fallbacks: those of them that the engine's own rule served instead, by reason; its blocks count under that rule.

@@ -18,6 +18,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.engines.reference", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Qwen3 target: a folder or a hub id")
     parser.add_argument("--draft-path", required=True, help="its Qwen3DSparkModel draft: a folder or a hub id")
+    parser.add_argument("--revision", help="of the target's hub id: a branch, tag or commit")
+    parser.add_argument("--draft-revision", help="of the draft's hub id")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000, help="0: a free one, printed when ready")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -53,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         args.seed,
         args.deterministic,
         1 if args.deterministic else args.threads,
+        args.revision,
+        args.draft_revision,
     )
     try:
         engine, tokenizer = load(options, default)

@@ -23,6 +23,7 @@ from harness.engines.reference.sampling import within
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NAME = "specaccept-reference"
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 SMALL = 100_000_000
 SPAN = 512  # keys that CPU attention takes at a time
 
@@ -35,7 +36,8 @@ class LoadError(ValueError):
 class Options:
     """limit: longest prompt + output of one request; None: the target's max_position_embeddings, at most 4096.
     deterministic: a request's arithmetic does not depend on its company (README, Determinism); refused where it does.
-    threads: CPU threads of one operation; None: one for a small target, else torch's own number."""
+    threads: CPU threads of one operation; None: one for a small target, else torch's own number.
+    revision, draft_revision: of a hub id; a folder has none."""
 
     target: str
     draft: str
@@ -46,14 +48,18 @@ class Options:
     seed: int = 0
     deterministic: bool = False
     threads: int | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
 
 
 def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _folder(name: str, path: str) -> Path:
+def _folder(name: str, path: str, revision: str | None) -> Path:
     if Path(path).is_dir():
+        if revision is not None:
+            raise LoadError(f"{name}: expected no revision of a folder, found {revision!r}")
         return Path(path)
     if path.count("/") != 1 or path.startswith((".", "/")):
         raise LoadError(f"{name}: expected a folder or a hub id, found {path!r}")
@@ -61,7 +67,7 @@ def _folder(name: str, path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise LoadError(f"{name}: {path} from the hub: {first_line(error)}") from None
 
@@ -187,7 +193,8 @@ def load(options: Options, default_policy: Policy | None = None) -> tuple[Engine
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise LoadError("device: expected a CUDA device, found none (torch.cuda.is_available() is false)")
     dtype = DTYPES[options.dtype]
-    target_folder, draft_folder = _folder("model-path", options.target), _folder("draft-path", options.draft)
+    target_folder = _folder("model-path", options.target, options.revision)
+    draft_folder = _folder("draft-path", options.draft, options.draft_revision)
     check_limits(check_target(target_folder), options)
     DraftConfig.from_folder(draft_folder)
     model = load_target(target_folder, dtype, options.device)

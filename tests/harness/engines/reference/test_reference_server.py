@@ -270,6 +270,8 @@ def test_sigterm_in_the_middle_of_a_request_ends_it_and_exits_zero(folders):
         ("no draft config", "config.json"),
         ("bad policy", "SPECACCEPT_POLICY"),
         ("limit", "max-total-tokens"),
+        ("revision", "model-path: expected no revision of a folder, found 'main'"),
+        ("draft revision", "draft-path: expected no revision of a folder, found 'main'"),
         ("not qwen3", "model_type"),
         ("no such type", "model-path"),
         ("a tensor is missing", "missing_keys"),
@@ -288,6 +290,8 @@ def test_what_cannot_be_served_exits_with_one_line(folders, tmp_path, change, sa
         monkeypatch.setenv("SPECACCEPT_POLICY", '{"rule": "asd", "budget": -1}')
     elif change == "limit":
         args += ["--max-total-tokens", "100000"]
+    elif "revision" in change:
+        args += [f"--{change.replace(' ', '-')}", "main"]
     elif change in ("not qwen3", "no such type"):
         target = tmp_path
         kind = {"model_type": "llama" if change == "not qwen3" else "qwen99"}
