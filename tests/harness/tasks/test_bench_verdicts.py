@@ -207,9 +207,7 @@ def blocks(mismatches, repeats):
 def test_a_difference_in_a_batch_is_measured_by_the_baselines_own(mismatches, repeats, outcome):
     rows = blocks(mismatches, repeats)
     made = record(rows, concurrency=4)
-    read = {
-        name: 10 * value for name, value in {"requests": 1, "blocks": 5, "drafts_verified": 35, "relaxed": 0}.items()
-    }
+    read = {"requests": 10, "blocks": 50, "drafts_verified": 350, "relaxed": 0}
     arms = {row.block: row.arm for row in rows}
     made.launch = {"blocks": [{"block": n, "arm": arm, "moved": read, "others": []} for n, arm in arms.items()]}
     gates, verdict = judge(made, rows)
@@ -219,8 +217,8 @@ def test_a_difference_in_a_batch_is_measured_by_the_baselines_own(mismatches, re
     assert judge(made, rows)[1].outcome == "fail"
 
 
-def sampled(n, **more):
-    return answer("asd", n, policy_key="strict", output_ids=[*range(20)], relaxed=0, regret=0.0, spent=0.0, **more)
+def sampled(n, key="strict"):
+    return answer("asd", n, policy_key=key, output_ids=[*range(20)], relaxed=0, regret=0.0, spent=0.0)
 
 
 def proof(rows, beside, policy=ASD, **change):
@@ -255,7 +253,7 @@ def test_sampled_requests_between_are_counted_exactly(name, policy):
 def test_a_sampled_answer_relaxes_nothing():
     arm = record([answer("asd", n) for n in range(2)]).arms["asd"]
     assert prove_sampled("s", arm, [sampled(n) for n in range(2)], 7) == []
-    (problem,) = prove_sampled("s", arm, [sampled(0), sampled(1, policy_key=ASD.key)], 7)
+    (problem,) = prove_sampled("s", arm, [sampled(0), sampled(1, ASD.key)], 7)
     assert problem.text == f"s: answers under policy '{ASD.key}', expected the engine's own"
     assert prove_sampled("s", arm, [sampled(0)], 7)[0].outcome == "inconclusive"
 
