@@ -1,6 +1,6 @@
 """The recorder of one engine process: blocks in from the hot path, shards out from a thread of its own.
 
-The hot path never waits. On the CPU it copies the logits of a step and leaves the rest to the writer; on a GPU it
+The hot path never waits. On the CPU it keeps the tensors of a step and leaves the rest to the writer; on a GPU it
 queues the statistics on the engine's stream, a copy into pinned memory behind them, and an event that only the writer
 waits for. A block that finds the queue full is dropped and counted.
 """
@@ -47,7 +47,7 @@ from adapters.telemetry import file_hashes
 SHARD_BLOCKS = 4096
 SHARD_BYTES = 256 << 20
 SHARD_SECONDS = 30.0  # a process that is killed loses no more than this
-BATCH_BLOCKS, BATCH_BYTES = 64, 16 << 20  # what the writer takes at a time
+BATCH_BLOCKS, BATCH_BYTES = 64, 1 << 20  # what the writer takes at a time: within a cache
 WAKE_SECONDS, WAKE_STEPS = 0.25, 32
 _DRAWN_COLUMNS = ("log_p", "log_q", "excess", "coin")
 
@@ -70,7 +70,8 @@ class Blocks:
     requests: what `enter` returned. steps: verify step of the request, from 0. positions: its tokens in the KV cache.
     flags: DRAWN, SAMPLED. temperatures: 1 for a greedy request. anchors [n], drafts [n, K], logits [n, K + 1, V],
     top [n, K + 1] the engine's argmax, live [n] (None: K). length, bonus: what the engine accepted, lists or tensors
-    [n]. The tensors are copied; none of them need outlive the call.
+    [n]. Lists and, on the CPU, tensors are kept, not copied: nobody may write to them afterwards. On a GPU whatever is
+    queued on the stream later may.
     """
 
     requests: Sequence[int]
@@ -185,15 +186,20 @@ class Recorder:
         """Raw copies; the statistics are the writer's work."""
         n, drawn = len(blocks.requests), blocks.drawn
         every = len(keep) == n
-        size = blocks.logits[0].nbytes * len(keep) + (0 if drawn is None else drawn.p.nbytes + drawn.q.nbytes)
+        size = blocks.logits.nbytes * len(keep) // n + (0 if drawn is None else drawn.p.nbytes + drawn.q.nbytes)
         if self._added - self._taken + size > self.settings.queue_mb << 20:
             return None
 
         def take(tensor: Tensor) -> Tensor:
-            return tensor.clone() if every else tensor[keep]
+            return tensor if every else tensor[keep]
 
-        tensors = {name: take(getattr(blocks, name)) for name in ("logits", "drafts", "top", "anchors")}
-        host = self._host(blocks, tensors)
+        host = self._host(blocks, {})
+        tensors = {
+            "logits": take(blocks.logits),
+            "drafts": take(blocks.drafts),
+            "top": take(blocks.top),
+            "anchors": take(blocks.anchors),
+        }
         if blocks.live is not None:
             tensors["live"] = take(blocks.live)
         if drawn is None:
@@ -202,10 +208,8 @@ class Recorder:
         chosen = [j for j, row in enumerate(drawn.rows) if row in position and blocks.flags[row] & DRAWN]
         own = slice(None) if len(chosen) == len(drawn.rows) else chosen
         tensors |= {"p": drawn.p[own], "q": drawn.q[own]}
-        if isinstance(own, slice):
-            tensors |= {name: tensors[name].clone() for name in ("p", "q")}
         if drawn.coins is not None:
-            tensors["coin"] = drawn.coins[own].clone()
+            tensors["coin"] = drawn.coins[own]
         return _Step(host, keep, tensors, [position[drawn.rows[j]] for j in chosen], size)
 
     def _on_device(self, blocks: Blocks, keep: list[int]) -> _Step | None:
@@ -252,16 +256,16 @@ class Recorder:
     def _host(self, blocks: Blocks, tensors: dict[str, Tensor]) -> dict[str, Sequence[Any]]:
         """The lists of a step; length and bonus stay where the engine has them."""
         host: dict[str, Sequence[Any]] = {
-            "request": list(blocks.requests),
-            "step": list(blocks.steps),
-            "position": list(blocks.positions),
-            "flags": list(blocks.flags),
-            "temperature": list(blocks.temperatures),
+            "request": blocks.requests,
+            "step": blocks.steps,
+            "position": blocks.positions,
+            "flags": blocks.flags,
+            "temperature": blocks.temperatures,
         }
         for name in ("length", "bonus"):
             value = getattr(blocks, name)
             if not isinstance(value, Tensor):
-                host[name] = list(value)
+                host[name] = value
             elif value.is_cuda:
                 tensors[name] = value
             else:
@@ -385,8 +389,11 @@ def _of_cpu(steps: list[_Step], recorder: Recorder) -> tuple[dict[str, Tensor], 
     inverse = 1 / temperature if recorder._scaled(host["temperature"]) else None
     columns = stats.of_logits(logits, drafts, top, inverse)
     columns["anchor"] = joined("anchors").int()
-    live = [step.tensors.get("live", torch.full((len(step.keep),), recorder.drafts)) for step in steps]
-    columns["live"] = torch.cat(live).int()
+    if any("live" in step.tensors for step in steps):
+        every = [step.tensors.get("live", torch.full((len(step.keep),), recorder.drafts)) for step in steps]
+        columns["live"] = torch.cat(every).int()
+    else:
+        columns["live"] = torch.full((len(top),), recorder.drafts, dtype=torch.int32)
     _finish(columns, host, temperature, recorder)
     rows = {"target_logits": logits.float()} if recorder.settings.rows else {}
     drawn = [step for step in steps if step.drawn_rows]

@@ -1,0 +1,333 @@
+"""Capture against brute force: the shards hold what the steps held, whatever was dropped, left out or killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.capture import Blocks, CaptureError, Drawn, Recorder, Settings, recorder, stats
+from adapters.capture.layout import COLUMNS, DRAWN, SAMPLED, shapes
+from adapters.rules.block import naive as block
+from adapters.rules.rowstats import naive as rowstats
+from harness.replay import reader
+
+ROOT = Path(__file__).parents[3]
+ABOUT = {
+    "engine": {"name": "test"},
+    "target": {"name": "t"},
+    "draft": {"name": "d"},
+    "tokenizer": {"sha256": None},
+    "policy": None,
+    "logits": "raw",
+    "temperature_applied": False,
+}
+K, V = 4, 40
+
+
+def draw_logits(g: torch.Generator, n: int, vocabulary: int = V) -> torch.Tensor:
+    """On a coarse grid, so that ties happen; some rows masked, some not a number, some all alike."""
+    z = torch.randint(-6, 7, (n, K + 1, vocabulary), generator=g).float() / 2
+    z[torch.rand(z.shape, generator=g) < 0.1] = -math.inf
+    odd = torch.rand(n, K + 1, generator=g)
+    z[odd < 0.05] = 1.5
+    z[(odd >= 0.05) & (odd < 0.08), 3] = math.nan
+    return z
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(0, 2**31), st.sampled_from([3, 16, 17, 40]), st.booleans())
+def test_row_statistics_are_those_of_the_oracle(seed, vocabulary, hot):
+    g = torch.Generator().manual_seed(seed)
+    z = draw_logits(g, 6, vocabulary) if vocabulary > 3 else torch.randn(6, K + 1, 3, generator=g)
+    drafts = torch.randint(-1, vocabulary + 1, (6, K), generator=g)
+    inverse = 1 / (0.3 + torch.rand(6, generator=g)) if hot else None
+    found = stats.of_logits(z, drafts, z.argmax(-1), inverse)
+    ids = torch.cat([drafts, torch.full((6, 1), -1)], 1)
+    wide = None if inverse is None else inverse[:, None].expand(-1, K + 1)
+    wanted = rowstats.measure(z, ids, wide)
+    names = {"z_max": "peak", "argmax": "top", "ties": "ties", "lse": "lse", "entropy": "entropy"}
+    for mine, theirs in names.items():
+        torch.testing.assert_close(found[mine], getattr(wanted, theirs), equal_nan=True, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["rank"], wanted.rank[:, :K])
+    torch.testing.assert_close(found["z_x"], wanted.z[:, :K], equal_nan=True, atol=0, rtol=0)
+    raw = rowstats.measure(z, ids).entropy
+    torch.testing.assert_close(found["entropy_raw"], raw, equal_nan=True, atol=1e-5, rtol=1e-5)
+    ordered = z.sort(-1, descending=True).values[..., : min(16, vocabulary)]
+    torch.testing.assert_close(found["top_logits"], ordered, equal_nan=True, atol=0, rtol=0)
+    torch.testing.assert_close(z.gather(2, found["top_ids"].long()), ordered, equal_nan=True, atol=0, rtol=0)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.integers(0, 2**31))
+def test_the_sums_of_block_verification_are_the_oracles(seed):
+    g = torch.Generator().manual_seed(seed)
+    q = torch.softmax(2 * torch.randn(5, K, V, generator=g), -1)
+    p = torch.softmax(2 * torch.randn(5, K + 1, V, generator=g), -1)
+    p[0, 1] = torch.nn.functional.one_hot(torch.tensor(3), V)
+    drafts = torch.multinomial(q.view(-1, V), 1, generator=g).view(5, K)
+    found = stats.of_probs(drafts, p, q)
+    w, h = block.thresholds(drafts, p, q, torch.full((5,), K))
+    S = found["excess"][:, 1:]
+    torch.testing.assert_close(torch.where(S > 0, S / (S + 1 - w[:, 1:K]), 0.0), h[:, 1:K], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found["excess"][:, 0], (p[:, 0] - q[:, 0]).clamp(min=0).sum(-1))
+    torch.testing.assert_close(
+        (found["log_p"] - found["log_q"]).exp(), block.ratios(block.at(p, drafts), block.at(q, drafts))
+    )
+
+
+def steps(seed: int, requests: int, count: int):
+    """Steps of a varying company, some requests of which are sampled: (rows, Blocks without numbers, raw tensors)."""
+    g = torch.Generator().manual_seed(seed)
+    taken = [0] * requests
+    for _ in range(count):
+        rows = [n for n in range(requests) if torch.rand((), generator=g) < 0.7] or [0]
+        n = len(rows)
+        z, drafts = draw_logits(g, n), torch.randint(0, V, (n, K), generator=g)
+        drawn = [i for i, row in enumerate(rows) if row % 2]
+        p, q = (torch.softmax(torch.randn(len(drawn), k, V, generator=g), -1) for k in (K + 1, K))
+        coins = torch.rand(len(drawn), K, generator=g)
+        blocks = Blocks(
+            requests=rows,
+            steps=[taken[row] for row in rows],
+            positions=[10 * row + taken[row] for row in rows],
+            flags=[DRAWN | SAMPLED if row % 2 else 0 for row in rows],
+            temperatures=[0.5 if row % 2 else 1.0 for row in rows],
+            anchors=torch.randint(0, V, (n,), generator=g),
+            drafts=drafts,
+            logits=z,
+            top=z.argmax(-1),
+            length=torch.randint(0, K + 1, (n,), generator=g).tolist(),
+            bonus=torch.randint(0, V, (n,), generator=g),
+            live=torch.randint(0, K + 1, (n,), generator=g) if seed % 2 else None,
+            drawn=Drawn(drawn, p, q, coins) if drawn else None,
+        )
+        for row in rows:
+            taken[row] += 1
+        yield rows, blocks
+
+
+def record(folder, seed, monkeypatch, rate, rows=True, shard=16, requests=6, count=30):
+    monkeypatch.setattr(recorder, "SHARD_BLOCKS", shard)
+    monkeypatch.setattr(recorder, "BATCH_BLOCKS", 8)
+    made = Recorder(Settings(folder, rate, rows), "test", K, V, ABOUT)
+    numbers = [made.enter(f"r{n}", "chain" if n % 2 else "strict") for n in range(requests)]
+    kept = []
+    for own, blocks in steps(seed, requests, count):
+        blocks.requests = [numbers[row] for row in own]
+        kept.append(blocks)
+        made.add(blocks)
+    made.close()
+    assert made.error is None
+    return made, numbers, kept
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_block_is_in_the_shards_as_it_was(tmp_path, monkeypatch, seed, rate):
+    made, numbers, kept = record(tmp_path, seed, monkeypatch, rate)
+    found = reader.read(tmp_path, tuple(COLUMNS))
+    assert (found.closed, found.dropped, len(found.manifest["shards"]) > 2) == (True, 0, True)
+    assert sum(number >= 0 for number in numbers) == len(found.requests) == (6 if rate == 1 else 3)
+    full = [reader.read_rows(made.folder, n) for n in range(len(found.manifest["shards"]))]
+    logits = np.concatenate([part["target_logits"] for part in full])
+    p, q = (np.concatenate([part[name] for part in full if name in part]) for name in ("target_probs", "draft_probs"))
+    at = drawn_at = 0
+    for blocks in kept:
+        inverse = 1 / torch.tensor(blocks.temperatures)
+        wanted = stats.of_logits(blocks.logits, blocks.drafts, blocks.top, inverse)
+        own = (
+            {}
+            if blocks.drawn is None
+            else stats.of_probs(blocks.drafts[blocks.drawn.rows], blocks.drawn.p, blocks.drawn.q)
+        )
+        for i, number in enumerate(blocks.requests):
+            if number < 0:
+                continue
+            row = {name: array[at] for name, array in found.columns.items()}
+            np.testing.assert_array_equal(logits[at], blocks.logits[i])
+            host = (number, blocks.steps[i], blocks.positions[i], blocks.flags[i], blocks.temperatures[i])
+            assert tuple(row[n] for n in ("request", "step", "position", "flags", "temperature")) == host
+            assert (row["length"], row["bonus"]) == (blocks.length[i], blocks.bonus[i])
+            assert row["live"] == (K if blocks.live is None else blocks.live[i])
+            assert row["anchor"] == blocks.anchors[i]
+            for name in ("argmax", "ties", "rank", "z_x", "z_max", "lse", "entropy", "top_logits"):
+                np.testing.assert_allclose(row[name], wanted[name][i], rtol=1e-5, atol=1e-6, err_msg=name)
+            if blocks.flags[i] & DRAWN:
+                j = blocks.drawn.rows.index(i)
+                for name in ("log_p", "log_q", "excess"):
+                    np.testing.assert_allclose(row[name], own[name][j], rtol=1e-5, atol=1e-6, err_msg=name)
+                np.testing.assert_array_equal(row["coin"], blocks.drawn.coins[j])
+                np.testing.assert_array_equal(p[drawn_at], blocks.drawn.p[j])
+                np.testing.assert_array_equal(q[drawn_at], blocks.drawn.q[j])
+                drawn_at += 1
+            else:
+                assert (row["log_q"] == 0).all()
+                assert np.isnan(row["excess"]).all()
+                assert np.isnan(row["coin"]).all()
+            at += 1
+    assert at == found.blocks == made.blocks
+    assert drawn_at == len(p)
+
+
+def test_what_a_full_queue_takes_no_more_is_counted(tmp_path):
+    made = Recorder(Settings(tmp_path, queue_mb=1), "test", K, 1 << 16, ABOUT)  # a block of 1.25 MiB
+    number = made.enter("r", "strict")
+    z = torch.zeros(1, K + 1, 1 << 16)
+    blocks = Blocks([number], [0], [0], [0], [1.0], z[0, :1, 0].long(), z[:, :K, 0].long(), z, z.argmax(-1), [0], [0])
+    for _ in range(3):
+        made.add(blocks)
+    made.close()
+    assert (made.dropped, made.blocks, made.error) == (3, 0, None)
+    assert reader.read(tmp_path).dropped == 3
+    assert "dropped" in reader.read(tmp_path).notes[0]
+
+
+def test_a_capture_that_breaks_ends_without_the_engine(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recorder, "SHARD_BLOCKS", 1)
+
+    def full(path, content):
+        if path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        path.write_bytes(content)
+
+    monkeypatch.setattr(recorder, "_write_whole", full)
+    made = Recorder(Settings(tmp_path), "test", K, V, ABOUT)
+    number = made.enter("r", "strict")
+    for _, blocks in steps(0, 1, 3):
+        blocks.requests, blocks.flags = [number], [0]
+        made.add(blocks)
+    made.close()
+    assert "No space left" in made.error
+    assert "capture stopped" in capsys.readouterr().err
+    before = made.dropped
+    made.add(blocks)
+    assert made.dropped == before + 1
+    found = json.loads((made.folder / "manifest.json").read_text())
+    assert "No space left" in found["error"]
+
+
+KILLED = """
+    import os, signal, sys, torch
+    sys.path[:0] = sys.argv[2:]
+    from pathlib import Path
+    from adapters.capture import Recorder, Settings, recorder
+    from test_capture_recorder import ABOUT, K, V, steps
+    recorder.SHARD_BLOCKS = 16
+    made = Recorder(Settings(Path(sys.argv[1]), rows=True), "test", K, V, ABOUT)
+    numbers = [made.enter(f"r{n}", "chain") for n in range(6)]
+    write = recorder._write_whole
+    def killed_in_the_fourth(path, content):
+        if path.name == "rows-00003.safetensors":
+            path.with_name("rows-00003.safetensors").write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, content)
+    recorder._write_whole = killed_in_the_fourth
+    for own, blocks in steps(1, 6, 400):
+        blocks.requests = [numbers[row] for row in own]
+        made.add(blocks)
+    made.close()
+"""
+
+
+def test_a_killed_writer_leaves_its_whole_shards(tmp_path):
+    arguments = [str(tmp_path), str(ROOT), str(Path(__file__).parent)]
+    done = subprocess.run([sys.executable, "-c", dedent(KILLED), *arguments], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    found = reader.read(tmp_path)
+    assert found.closed is False
+    assert len(found.manifest["shards"]) == 3
+    assert found.blocks == sum(shard["blocks"] for shard in found.manifest["shards"]) >= 48
+    assert "up to its last whole shard" in found.notes[0]
+    assert "blocks-00003.safetensors, rows-00003.safetensors" in found.notes[1]
+    wanted = [b for _, b in steps(1, 6, 400)]
+    drafts = torch.cat([b.drafts for b in wanted])[: found.blocks]
+    np.testing.assert_array_equal(found.columns["draft"], drafts)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("SPECACCEPT_CAPTURE_RATE", "0", "a number in (0, 1]"),
+        ("SPECACCEPT_CAPTURE_RATE", "nan", "a number in (0, 1]"),
+        ("SPECACCEPT_CAPTURE_ROWS", "yes", "0 or 1"),
+        ("SPECACCEPT_CAPTURE_QUEUE_MB", "1.5", "a whole number"),
+    ],
+)
+def test_a_wrong_variable_is_named(name, value, told):
+    with pytest.raises(CaptureError, match=name) as error:
+        Settings.from_environment({"SPECACCEPT_CAPTURE": "somewhere", name: value})
+    assert told in str(error.value)
+
+
+def test_off_is_off_and_a_variable_without_a_folder_is_an_error():
+    assert Settings.from_environment({}) is None
+    with pytest.raises(CaptureError, match="SPECACCEPT_CAPTURE_ROWS: expected SPECACCEPT_CAPTURE beside it"):
+        Settings.from_environment({"SPECACCEPT_CAPTURE_ROWS": "1"})
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.floats(0.01, 1), st.integers(1, 400))
+def test_the_rate_is_the_share_of_requests(rate, count):
+    taken = [Settings(Path(), rate).takes(n) for n in range(count)]
+    assert taken[0]
+    assert abs(sum(taken) - rate * count) <= 1 + 1e-9
+
+
+def test_a_folder_that_takes_nothing_refuses_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CaptureError, match=r"SPECACCEPT_CAPTURE: .*file"):
+        Recorder(Settings(tmp_path / "file"), "test", K, V, ABOUT)
+
+
+def test_packed_columns_unpack():
+    g = torch.Generator().manual_seed(0)
+    z = draw_logits(g, 3)
+    columns = stats.of_logits(z, torch.randint(0, V, (3, K), generator=g), z.argmax(-1), None)
+    columns |= {"anchors": torch.arange(3, dtype=torch.int32)}
+    widths = [(name, tensor[0].numel()) for name, tensor in columns.items()]
+    found = recorder._unpack(recorder._pack(columns, 3).view(-1), widths, 3)
+    for name, tensor in columns.items():
+        torch.testing.assert_close(found[name], tensor, equal_nan=True, atol=0, rtol=0)
+        if name in COLUMNS:
+            assert tuple(found[name].shape) == shapes(3, K, V)[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_captures_what_a_cpu_captures(tmp_path, monkeypatch):
+    def on_gpu(value):
+        return value.cuda() if isinstance(value, torch.Tensor) else value
+
+    monkeypatch.setattr(recorder, "SHARD_BLOCKS", 16)
+    found = []
+    for place in ("cpu", "gpu"):
+        made = Recorder(Settings(tmp_path / place, 0.5, True), "test", K, V, ABOUT)
+        numbers = [made.enter(f"r{n}", "chain") for n in range(6)]
+        for own, blocks in steps(1, 6, 60):
+            blocks.requests = [numbers[row] for row in own]
+            if place == "gpu":
+                for name in ("anchors", "drafts", "logits", "top", "bonus", "live"):
+                    setattr(blocks, name, on_gpu(getattr(blocks, name)))
+                if (d := blocks.drawn) is not None:
+                    blocks.drawn = Drawn(d.rows, d.p.cuda(), d.q.cuda(), d.coins.cuda())
+            made.add(blocks)
+        made.close()
+        assert (made.error, made.dropped) == (None, 0)
+        found.append((reader.read(tmp_path / place, tuple(COLUMNS)), reader.read_rows(made.folder, 0)))
+    (cpu, cpu_rows), (gpu, gpu_rows) = found
+    for name, array in cpu.columns.items():
+        if name != "top_ids":  # of equal logits any
+            np.testing.assert_allclose(gpu.columns[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+    for name, array in cpu_rows.items():
+        np.testing.assert_array_equal(gpu_rows[name], array)
