@@ -290,8 +290,8 @@ def identity_problems(
 ) -> list[Problem]:
     """Passes only if everything expected was compared, there was something, and nothing differed.
 
-    base: the baseline. repeat: the baseline against itself, where it answered twice: as much as it differs, another arm
-    may. exact: false: batches are not reproducible, so a difference may be rounding.
+    base: the baseline. exact: false: batches are not reproducible, so a difference may be rounding. repeat: then the
+    baseline against itself, where it answered twice: as much as it differs, another arm may.
     """
     if gate["mismatches"]:
         first = gate["first"]
@@ -299,7 +299,7 @@ def identity_problems(
             f"{name}: {gate['mismatches']} of {gate['compared']} outputs differ from {base}, "
             f"first {first['item']} at token {first['position']}"
         )
-        if repeat is not None and repeat["mismatches"]:
+        if not exact and repeat is not None:
             own = f"{base}'s own answers differ in {repeat['mismatches']} of {repeat['compared']}"
             return [Problem("fail", f"{text}; {own}")] if _more(gate, repeat) else []
         if not exact:
@@ -376,7 +376,7 @@ def _identities(record: Record, arms: Mapping[str, list[Row]], gates: dict[str, 
         gates["identity"] = found["asd-b0"]
     if others := {name: gate for name, gate in found.items() if name != "asd-b0"}:
         gates["identities"] = others
-    exact = reproducible(record) or repeat is not None
+    exact = reproducible(record)
     pairs = [*found.items(), *((f"{name}, repeated", gate) for name, gate in again.items())]
     return [problem for name, gate in pairs for problem in identity_problems(name, gate, base, repeat, exact)]
 
