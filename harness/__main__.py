@@ -38,6 +38,8 @@ EXAMPLES = """
     python -m harness task=bench model=tiny-qwen3 policy=asd traffic=gsm8k data=PATH limit=200
     python -m harness task=bench policy=asd policy.budget=4 out=/tmp/results
     python -m harness task=bench policy=block traffic=generated-code
+    python -m harness task=bench 'arms=[strict,asd,asd-stable]' task.aa=true task.concurrency=8 verdict=published
+    python -m harness task=gate engine=sglang task.baseline=unarmed launch.together=true
     python -m harness task=gate traffic=generated limit=200
     python -m harness task=sweep policy.budget=1,2,4 policy.gate=1,2 limit=60 sweep.launcher=joblib
     python -m harness task=replay capture=DIR replay.times=[results/runs/ID]
@@ -57,6 +59,7 @@ def usage() -> str:
     lines += [
         "",
         "names:",
+        "  arms          policies of a bench, the baseline first: [strict,asd-b0,asd]; unarmed: no adapter",
         "  limit         items (default: what the traffic says)",
         "  data          folder of a local data set",
         "  capture       folder that an engine under SPECACCEPT_CAPTURE wrote, for task=replay",
