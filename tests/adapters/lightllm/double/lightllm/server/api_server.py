@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import lightllm
@@ -23,7 +22,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from adapters.lightllm import exchange, seams
-from adapters.lightllm.account import Detail
 from adapters.policy import ENVIRONMENT, Policy
 from adapters.telemetry import Telemetry
 
@@ -86,18 +84,24 @@ class Fake:
 
     def count(self, tag: int, sampled: bool, steps: int, accepted: int, relaxed: int, committed: int) -> None:
         lengths = [accepted // steps + (n < accepted % steps) for n in range(steps)] if steps else []
-        detail = Detail(
-            steps, K * steps, accepted, accepted - relaxed, relaxed, 0.25 * relaxed, 0, committed, step_lengths=lengths
-        )
-        detail.histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
+        detail = {
+            "blocks": steps,
+            "drafts_verified": K * steps,
+            "strict_accepted": accepted - relaxed,
+            "relaxed": relaxed,
+            "regret_charged": 0.25 * relaxed,
+            "committed_tokens": committed,
+        }
         own, serving = self.telemetry.of(self.policy), self.telemetry.of("strict" if sampled else self.policy)
         own.requests += 1
         if sampled:
             own.fall_back("sampled request")
-        for name in ("blocks", "drafts_verified", "strict_accepted", "relaxed", "regret_charged", "committed_tokens"):
-            setattr(serving, name, getattr(serving, name) + getattr(detail, name))
+        for name, value in detail.items():
+            setattr(serving, name, getattr(serving, name) + value)
+        histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
+        told = {"accepted": accepted, "budget_exhausted": 0, "histogram": histogram, "step_lengths": lengths}
         key = "strict" if sampled else self.policy.key
-        self.journal.write({"tag": tag, "policy": key} | asdict(detail))
+        self.journal.write({"tag": tag, "policy": key} | detail | told)
 
     async def info(self, request: Request) -> Response:
         own = vars(self.start)
