@@ -123,7 +123,7 @@ class LightLLMClient(NativeClient):
 
 
 def installed_version() -> str:
-    """Of the checkout that a server started here runs, which LightLLM does not say itself; empty where there is none."""
+    """Of the checkout that a server started here runs, which LightLLM does not say itself; empty: none here."""
     spec = importlib.util.find_spec("lightllm")
     if spec is None or not spec.submodule_search_locations:
         return ""
