@@ -159,3 +159,25 @@ def test_out_on_the_cpu_is_filled_in_place():
         torch.testing.assert_close(a, b, equal_nan=True, rtol=0, atol=0)
     with pytest.raises(RuleError, match=r"out\.peak: expected shape \[5\]"):
         rowstats.measure(rows, ids, scale, RowStats.empty((4,), "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_holds_both_launches_on_a_real_vocabulary():
+    from adapters.rules.rowstats import triton
+
+    g = torch.Generator().manual_seed(7)
+    V, rows = 151936, (4 * torch.randn(64, 151936, generator=g)).cuda()
+    ids = torch.randint(0, V, (64,), generator=g).cuda()
+    scale = (0.5 + torch.rand(64, generator=g)).cuda()
+    out, space = RowStats.empty((64,), "cuda"), triton.Space(64, V, "cuda")
+    triton.measure(rows, ids, scale, out, space)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triton.measure(rows, ids, scale, out, space)
+    for seed in (8, 9):
+        rows.normal_(generator=torch.Generator("cuda").manual_seed(seed)).mul_(3)
+        graph.replay()
+        want = naive.measure(rows.double().cpu(), ids.cpu(), scale.cpu())
+        for name, a, b in zip(RowStats._fields, want, out, strict=True):
+            torch.testing.assert_close(b.cpu(), a.to(b.dtype), rtol=4e-6, atol=4e-6, msg=name)
