@@ -32,6 +32,7 @@ from harness.traffic import Item, Traffic, load
 from harness.traffic.chat import render
 
 MAX_FAILURES = 5  # in a row: the engine is gone or broken, and every further item would say so again
+PAUSE_S = 0.1  # after a connection that broke: an engine that goes down is seen to be down by the fifth
 
 
 @dataclass
@@ -245,6 +246,8 @@ class Session:
         for row in rows:
             row.error, row.detail, row.wall_s = error.kind, str(error), wall
         self.failures += 1
+        if error.kind == "connection":
+            time.sleep(PAUSE_S)
         if self.failures >= MAX_FAILURES:
             for row in rows:
                 self.keep(row)

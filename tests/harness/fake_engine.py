@@ -29,63 +29,73 @@ from adapters.policy import Policy, PolicyError
 from adapters.telemetry import Telemetry
 
 K = 7
-FAULTS = (
-    "none",
-    "usage",  # completion_tokens is not the number of ids
-    "http",  # status 500
-    "hang",  # never answers
-    "drip",  # a byte now and then
-    "truncated",  # the body ends early
-    "garbled",  # a body that is no JSON
-    "aborted",  # finish reason abort
-    "die",  # the process exits
-    "frozen",  # counters do not move
-    "overcount",  # counters move by more than the answers say
-    "nonce",  # another launch's nonce
-    "unarmed",  # no adapter
-    "model",  # another model
-    "files",  # another adapter
-    "drafts",  # no drafts verified
-    "b0",  # an empty budget changes ids
-    "lenient",  # strict relaxes
-    "inert",  # a budget never changes anything
-    "fallback",  # served by another rule
-    "cached",  # the prefix cache is on
-    "slow",  # 20 ms an answer
-    "flaky",  # one 500 in the middle
-    "never-ready",  # /health is never green
-    "stubborn",  # ignores SIGTERM, and so does its worker
-    "restless",  # the same greedy request, other ids
-    "silent",  # a budget says that it relaxed, and changes no id
-    "unasked",  # a budget changes ids, and says that it relaxed nothing
-    "overspent",  # a request spends more than its budget
-    "greedy",  # more relaxed drafts than the policy allows
-    "uncharged",  # the counter of regret does not move
-    "uncommitted",  # the counter of committed tokens does not move
-    "overaccepted",  # the counters accept more drafts than the answers
-    "impossible",  # more ids than drafts and steps can make
-    "histogram",  # steps by accepted drafts do not add up
-    "wide",  # more drafts in a step than a block has
-    "clock",  # the server took longer than the client waited
-    "stray-id",  # an id outside the vocabulary
-    "negative-id",
-    "huge-id",
-    "real-id",  # 7.0
-    "nan",  # regret NaN
-    "late",  # e2e_latency as text
-    "text-count",  # a number of steps as text
-    "text-counter",  # a counter as text
-    "swap",  # another target in the middle
-    "swap-draft",
-    "no-draft",
-    "other-draft",
-)
+FAULTS = {  # name: what the engine does
+    "none": "nothing",
+    "usage": "completion_tokens that is not the number of ids",
+    "http": "status 500",
+    "hang": "never answers",
+    "drip": "a byte now and then",
+    "truncated": "ends the body early",
+    "garbled": "a body that is no JSON",
+    "aborted": "finish reason abort",
+    "die": "its process is killed",
+    "frozen": "counters do not move",
+    "overcount": "counters move by more than the answers say",
+    "nonce": "another launch's nonce",
+    "unarmed": "has no adapter",
+    "model": "another model",
+    "files": "another adapter",
+    "drafts": "verifies no drafts",
+    "b0": "an empty budget changes ids",
+    "lenient": "strict relaxes",
+    "inert": "a budget never changes anything",
+    "fallback": "serves another rule",
+    "cached": "its prefix cache is on",
+    "slow": "takes 20 ms more for an answer",
+    "flaky": "one 500 in the middle",
+    "never-ready": "/health is never green",
+    "stubborn": "ignores SIGTERM, and so does its worker",
+    "restless": "the same greedy request, other ids",
+    "silent": "a budget says that it relaxed, and changes no id",
+    "unasked": "a budget changes ids, and says that it relaxed nothing",
+    "overspent": "a request spends more than its budget",
+    "greedy": "more relaxed drafts than the policy allows",
+    "uncharged": "the counter of regret does not move",
+    "uncommitted": "the counter of committed tokens does not move",
+    "overaccepted": "the counters accept more drafts than the answers",
+    "impossible": "more ids than drafts and steps can make",
+    "histogram": "steps by accepted drafts do not add up",
+    "wide": "more drafts in a step than a block has",
+    "clock": "says it took longer than the client waited",
+    "stray-id": "an id outside the vocabulary",
+    "negative-id": "an id below 0",
+    "huge-id": "an id no int32 holds",
+    "real-id": "an id that is 7.0",
+    "nan": "a regret that is NaN",
+    "late": "e2e_latency as text",
+    "text-count": "a number of steps as text",
+    "text-counter": "a counter as text",
+    "swap": "in the middle another target",
+    "swap-draft": "in the middle another draft",
+    "no-draft": "says it has no draft",
+    "other-draft": "another draft",
+    "chunks": "sends the body in pieces of 7 bytes, several ids or half of one in each",
+    "no-usage": "leaves completion_tokens out",
+    "no-ids": "answers without an id",
+    "empty": "status 200 and no body",
+    "cut": "closes the connection in the middle of a body of unknown length",
+    "restart": "is another process from then on: a new nonce, counters from 0",
+    "forgets": "counters from 0 in the middle, the same nonce",
+    "double": "answers a request twice, and counts both",
+}
 SPOILT: dict[str, Callable[[dict], object]] = {  # what a fault does to a finished answer
     "stray-id": lambda answer: answer["output_ids"].__setitem__(0, 100_000),
     "negative-id": lambda answer: answer["output_ids"].__setitem__(0, -1),
     "huge-id": lambda answer: answer["output_ids"].__setitem__(0, 2**70),
     "real-id": lambda answer: answer["output_ids"].__setitem__(0, 7.0),
     "nan": lambda answer: answer["meta_info"]["specaccept"].update(regret=math.nan),
+    "no-usage": lambda answer: answer["meta_info"].pop("completion_tokens"),
+    "no-ids": lambda answer: (answer["output_ids"].clear(), answer["meta_info"].update(completion_tokens=0)),
     "late": lambda answer: answer["meta_info"].update(e2e_latency="soon"),
     "text-count": lambda answer: answer["meta_info"].update(spec_verify_ct="3"),
     "clock": lambda answer: answer["meta_info"].update(e2e_latency=1000.0),
@@ -99,7 +109,7 @@ class Fake:
         self.model, self.draft, self.wanted, self.after = model, draft, fault, after
         self.telemetry = Telemetry("reference", "fake", "1", Policy.from_environment())
         self.telemetry.armed = True
-        self.count = 0
+        self.count, self.again = 0, False
         self.ticks = os.open(os.environ["FAKE_TICKS"], os.O_WRONLY) if "FAKE_TICKS" in os.environ else None
 
     def fault(self, name: str) -> bool:
@@ -114,6 +124,9 @@ class Fake:
             answers = [self.answer(ids, each) for ids, each in zip(prompts, params, strict=True)]
         except PolicyError as error:
             return JSONResponse({"error": {"message": f"sampling_params.custom_params.specaccept: {error}"}}, 400)
+        if (self.fault("restart") or self.fault("forgets")) and not self.again:
+            self.again = True
+            self.telemetry.counters.clear()
         if self.fault("hang"):
             await asyncio.sleep(3600)
         if self.fault("slow"):
@@ -123,6 +136,14 @@ class Fake:
         if self.fault("http") or (self.wanted == "flaky" and self.count == self.after + 1):
             return JSONResponse({"error": {"message": "no memory left"}}, 500)
         content = json.dumps(answers[0] if single else answers).encode()
+        if self.fault("double"):
+            self.answer(prompts[0], params[0])
+        if self.fault("empty"):
+            return Response(b"", media_type="application/json")
+        if self.fault("chunks"):
+            return StreamingResponse(self.pieces(content), media_type="application/json")
+        if self.fault("cut"):
+            return StreamingResponse(self.part(content), media_type="application/json")
         if self.fault("garbled"):
             return Response(content[:-5], media_type="application/json")
         if self.fault("truncated"):
@@ -134,6 +155,10 @@ class Fake:
     async def part(self, content: bytes):
         yield content[: len(content) // 2]
         raise ConnectionError("cut")
+
+    async def pieces(self, content: bytes):
+        for start in range(0, len(content), 7):
+            yield content[start : start + 7]
 
     async def drip(self, content: bytes):
         for byte in content:
@@ -220,7 +245,7 @@ class Fake:
 
     async def info(self, request: Request) -> Response:
         snapshot = self.telemetry.snapshot()
-        if self.wanted == "nonce":
+        if self.wanted == "nonce" or (self.wanted == "restart" and self.again):
             snapshot["nonce"] = "another"
         if self.wanted == "files":
             snapshot["files"] = snapshot["files"] | {"adapters/policy.py": "0" * 64}
