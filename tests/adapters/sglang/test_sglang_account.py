@@ -188,7 +188,11 @@ def test_a_finished_request_reports_its_policy_and_what_it_did(adapter, worker):
         "regret": state.spent,
         "spent": state.spent,
         "budget_exhausted": 0,
+        "drafts_verified": 5 * len(state.lengths),
+        "step_lengths": state.lengths,
     }
+    assert len(state.lengths) > 1
+    assert 1 + sum(state.lengths) + len(state.lengths) >= 9  # the prefill's id, drafts and bonus ids make the nine
     assert respond(adapter, acc, 2)["specaccept"]["policy"] == "strict"
     assert "specaccept" not in respond(adapter, acc, 3)
     counters = adapter.telemetry.counters
