@@ -124,6 +124,10 @@ def test_the_table_is_per_gpu(replicas, gpus, expected):
         task = "bench"
         arms = {"strict": None}
         launch = {"replicas": replicas, "gpus": gpus}
+        workload = {}
+
+        class identity:
+            config = {"engine": {}}
 
     found = summarize(Kept, ROWS)["arms"]["strict"]
     assert found["tps"]["value"] == 2.0
