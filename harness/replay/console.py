@@ -20,7 +20,7 @@ def report(record: Replay) -> None:
     named = [entry for entry in record.policies if not entry.grid]
     grid = [entry for entry in record.policies if entry.grid]
     phases = [name for name in ("think", "answer") if any(entry.tokens_per_step.get(name) for entry in named)]
-    columns = ["policy", "tokens/step", "95 %", f"vs {record.baseline}", "95 %", *phases]
+    columns = ["policy", "tokens/step, 95 %", f"vs {record.baseline}, 95 %", *phases]
     table(columns, [_row(entry, record.baseline, phases) for entry in named])
     drafts = range(1, about["K"] + 1)
     rows = [[entry.name, *(f"{100 * share:.0f}" for share in entry.acceptance)] for entry in named if entry.acceptance]
@@ -37,14 +37,13 @@ def report(record: Replay) -> None:
 def _row(entry: Entry, baseline: str, phases: Sequence[str]) -> list[str]:
     every = entry.tokens_per_step.get("all")
     if every is None:
-        return [entry.name, "unsupported", *[""] * (3 + len(phases))]
+        return [entry.name, "unsupported", *[""] * (1 + len(phases))]
     change = entry.change.get("all")
-    told = ["baseline", ""] if entry.name == baseline else [_percent(change, "value"), _interval(change, 100, 1)]
+    told = "baseline" if entry.name == baseline else "not run" if change is None else _with_interval(change, 100, 1)
     return [
         entry.name,
-        f"{every['value']:.3f}",
-        _interval(every, 1, 2),
-        *told,
+        _with_interval(every, 1, 2),
+        told,
         *(_value(entry.tokens_per_step.get(name)) for name in phases),
     ]
 
@@ -53,15 +52,14 @@ def _value(found: dict[str, Any] | None) -> str:
     return "no blocks" if found is None else f"{found['value']:.2f}"
 
 
-def _percent(found: dict[str, Any] | None, name: str) -> str:
-    return "not run" if found is None or found[name] is None else f"{100 * found[name]:+.1f} %"
-
-
-def _interval(found: dict[str, Any] | None, scale: float, digits: int) -> str:
-    if found is None or found["low"] is None or found["high"] is None:
-        return "too few"
-    sign = "+" if scale == 100 else ""
-    return f"[{scale * found['low']:{sign}.{digits}f}, {scale * found['high']:{sign}.{digits}f}]"
+def _with_interval(found: dict[str, Any], scale: float, digits: int) -> str:
+    """`4.61 [4.50, 4.72]`; a change, scaled to per cent, with its sign."""
+    kind = f"+.{digits}f" if scale == 100 else f".{digits}f"
+    value, low, high = (
+        found[name] if found[name] is None else scale * found[name] for name in ("value", "low", "high")
+    )
+    unit = " %" if scale == 100 else ""
+    return f"{value:{kind}}{unit} " + ("[too few]" if low is None else f"[{low:{kind}}, {high:{kind}}]")
 
 
 def _prediction(found: dict[str, Any]) -> None:

@@ -1,0 +1,214 @@
+"""Captures of the embedded engine: replay gives the engine's own accept lengths, block for block; and task=replay."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from adapters.capture import Settings
+from adapters.policy import Policy
+from harness.config import ROOT, load
+from harness.engines.reference.benchmark import prompts_of, read_pair
+from harness.engines.reference.capture import Capture
+from harness.engines.reference.engine import Request
+from harness.engines.reference.loading import Options, build
+from harness.engines.reference.sampling import Sampling, target_probs
+from harness.replay import predict, reader, record, rules
+from harness.replay.estimate import Outcome, reproduced
+from harness.replay.table import Table, select
+from harness.tasks import replay as task
+from harness.tasks.errors import TaskError
+
+PAIR = ROOT / "recipes/checkpoints"
+FOLDERS = (PAIR / "tiny-qwen3", PAIR / "tiny-qwen3-dspark-block7")
+ASD = Policy("asd", 2.0625, 2.0625, 1, "normalized")
+GREEDY = (Policy("strict"), ASD, Policy("relaxed-topk", top_n=10, delta=0.6))
+SAMPLED = (
+    Policy("chain"),
+    Policy("block"),
+    Policy("thresholds", threshold_single=0.5, threshold_acc=0.8),
+    Policy("entropy", alpha=0.4, tau=0.95),
+)
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    """Three prompts under every policy, greedy and sampled side by side, on the tiny pair: (folder, requests)."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("capture")
+    model, draft = read_pair(*FOLDERS, torch.float32, "cpu")
+    prompts = prompts_of(FOLDERS[0], 3)
+    options = Options(*map(str, FOLDERS), slots=4, limit=max(map(len, prompts)) + 40)
+    engine = build(model, draft, options)
+    engine.capture = Capture(Settings(folder, rows=True), engine, *map(str, FOLDERS))
+    requests = []
+    for n, prompt in enumerate(prompts):
+        for policy in GREEDY:
+            params = Sampling(temperature=0.0, max_new_tokens=40, policy=policy)
+            requests.append(Request(f"{policy.rule}-{n}", prompt, params))
+        for policy in SAMPLED:
+            params = Sampling(0.8, 50, 0.95, max_new_tokens=40, seed=n, policy=policy)
+            requests.append(Request(f"{policy.rule}-{n}", prompt, params))
+    engine.generate(requests)
+    engine.capture.close()
+    assert engine.telemetry.snapshot()["capture"] == {"format": 1, "folder": "reference-0", "rate": 1.0, "rows": True}
+    return folder, requests
+
+
+@pytest.mark.parametrize("policy", [*GREEDY, *SAMPLED], ids=lambda policy: policy.rule)
+def test_a_replay_of_what_ran_is_what_ran(captured, policy):
+    folder, requests = captured
+    found = reader.read(folder)
+    assert (found.dropped, found.closed, found.notes) == (0, True, [])
+    table, notes = select(found, policy.key)
+    assert notes == []
+    assert reproduced(policy, table) == (len(table), 0, None)
+    own = {request.rid: request for request in requests}
+    for rid, prompt, first, count in zip(table.rids, table.prompts, table.first, table.count, strict=True):
+        request, at = own[rid], slice(first, first + count)
+        assert table.length[at].tolist() == request.step_lengths
+        assert prompt == request.prompt
+        assert table.position[at].tolist()[0] == len(prompt)
+        ids = [int(table.anchor[first])]
+        for draft, length, bonus, cut in zip(
+            table.draft[at], table.length[at], table.bonus[at], table.cut[at], strict=True
+        ):
+            ids += [*draft[:length].tolist(), int(bonus)][: int(cut)]
+        assert ids == request.output
+        tokens = np.minimum(table.length[at] + 1, table.cut[at])
+        assert tokens.sum() == len(request.output) - 1
+
+
+def test_strict_tokens_per_step_are_the_engines(captured):
+    folder, requests = captured
+    table, _ = select(reader.read(folder), "strict")
+    mine = [r for r in requests if r.policy.rule == "strict"]
+    tokens = rules.tokens(rules.survival(Policy("strict"), table), table).sum()
+    assert tokens == sum(len(r.output) - 1 for r in mine)
+    assert len(table) == sum(r.steps for r in mine)
+
+
+def test_p_of_the_rows_is_the_engines(captured):
+    folder, _ = captured
+    found = reader.read(folder)
+    rows = reader.read_rows(found.folders[0], 0)
+    drawn = found.columns["flags"] != 0
+    z = torch.from_numpy(rows["target_logits"][drawn])
+    p = target_probs(z, [Sampling(0.8, 50, 0.95)] * len(z)).numpy()
+    np.testing.assert_allclose(rows["target_probs"], p, atol=1e-6)
+    x = found.columns["draft"][drawn][..., None].astype(np.int64)
+    with np.errstate(divide="ignore"):
+        log_p = np.log(np.take_along_axis(p[:, :-1], x, 2))[..., 0]
+        log_q = np.log(np.take_along_axis(rows["draft_probs"], x, 2))[..., 0]
+    np.testing.assert_allclose(found.columns["log_p"][drawn], log_p, atol=1e-4)
+    np.testing.assert_allclose(found.columns["log_q"][drawn], log_q, atol=1e-4)
+
+
+def run(folder, out, *more):
+    return task.run(load(["task=replay", f"capture={folder}", f"out={out}", *more]))
+
+
+def test_the_task_leaves_a_sealed_record(captured, tmp_path, capsys):
+    assert run(captured[0], tmp_path, "replay.asd_budgets=[2]", "replay.asd_gates=[2]") == 0
+    text = capsys.readouterr().out
+    assert "verdict: pass" in text
+    assert "Accept length, not accuracy" in text
+    assert max(map(len, text.splitlines())) <= 84
+    (found,) = record.read_all(tmp_path)
+    assert found.reproduced["different"] == 0
+    assert found.capture["policy"] == found.baseline == "strict"
+    by_name = {entry.name: entry for entry in found.policies}
+    assert {"strict", "asd", "chain", "block", "typical", "relaxed-topk", "relaxed-ratio", "thresholds"} <= set(by_name)
+    assert sum(entry.grid for entry in found.policies) == 2
+    strict = by_name["strict"].tokens_per_step
+    assert by_name["asd-b0"].tokens_per_step == strict
+    assert strict["all"]["low"] <= strict["all"]["value"] <= strict["all"]["high"]
+    assert by_name["strict"].acceptance == sorted(by_name["strict"].acceptance, reverse=True)
+    assert (
+        sum(found.pictures["regret"]["blocks"][name] for name in ("think", "answer"))
+        == (found.pictures["regret"]["blocks"]["all"])
+    )
+    path = tmp_path / "replays" / found.id / "replay.json"
+    assert b"</svg>" in path.with_name("replay.svg").read_bytes()
+    edited = json.loads(path.read_text())
+    edited["policies"][0]["acceptance"][0] = 1.0
+    path.write_text(json.dumps(edited))
+    with pytest.raises(record.ReplayError, match="was edited"):
+        record.read_all(tmp_path)
+
+
+def test_sampled_blocks_compare_with_chain(captured, tmp_path, capsys):
+    assert run(captured[0], tmp_path, "replay.policy=block", "replay.asd_budgets=[]") == 0
+    (found,) = record.read_all(tmp_path)
+    assert (found.baseline, found.capture["temperature"], found.capture["drawn"]) == ("chain", 0.800000011920929, True)
+    assert found.reproduced["blocks"] == found.capture["blocks"]
+    block = next(entry for entry in found.policies if entry.name == "block")
+    assert block.change["all"]["value"] >= 0  # never less than chain, on any block
+
+
+def test_another_length_than_the_engines_fails_the_replay(captured, tmp_path, capsys, monkeypatch):
+    original = Table.matched.func
+    monkeypatch.setattr(Table, "matched", property(lambda self: original(self) & (np.arange(self.drafts) < 2)))
+    assert run(captured[0], tmp_path, "replay.asd_budgets=[]") == 1
+    assert "accept another length" in capsys.readouterr().out
+
+
+def test_another_models_tokenizer_is_refused(captured, tmp_path):
+    copied = tmp_path / "capture"
+    copied.mkdir()
+    for path in (captured[0] / "reference-0").iterdir():
+        (copied / path.name).write_bytes(path.read_bytes())
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["tokenizer"]["sha256"] = "0" * 64
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(TaskError, match="model: expected that of the capture"):
+        run(copied, tmp_path)
+
+
+def bench(steps, prompts, outputs, fixed, prompt, step, batch=1, arm="strict", key="strict"):
+    from harness.records import Row
+
+    rows = [
+        Row(arm=arm, policy_key=key, order=n, item=str(n), task="math", prompt_sha256="", prompt_tokens=p, steps=s,
+            proposed=7 * s, output_ids=[1] * t, wall_s=fixed + prompt * p + step * s)
+        for n, (s, p, t) in enumerate(zip(steps, prompts, outputs, strict=True))
+    ]  # fmt: skip
+    total = sum(map(len, (row.output_ids for row in rows))) / sum(row.wall_s for row in rows)
+
+    class About:
+        id, workload, arms = "run", {"concurrency": batch}, {arm: type("Arm", (), {"policy_key": key})}
+        summary = {"arms": {arm: {"tps": {"value": total, "low": None, "high": None}}}}
+
+    return predict.Bench(About, rows)
+
+
+def test_a_linear_engine_is_predicted_exactly():
+    rng = np.random.default_rng(0)
+    steps = rng.integers(5, 60, 40)
+    made = bench(steps.tolist(), rng.integers(50, 300, 40).tolist(), (4 * steps + 1).tolist(), 0.02, 1e-4, 6e-3)
+    point = predict.fit(made)
+    assert (point.fixed_s, point.per_prompt_token_s, point.per_step_s) == pytest.approx((0.02, 1e-4, 6e-3), rel=1e-6)
+    assert point.width == 8
+    outcome = Outcome("strict", Policy("strict"), "deterministic", tokens_per_step={"all": {"value": 4.0}})
+    found = predict.predict([outcome], [made], [made])
+    assert found["rows"][0]["error"] == pytest.approx(0, abs=1e-9)
+    assert found["rows"][0]["live_tokens_per_step"] == pytest.approx(4.0)
+    assert found["rows"][0]["fitted"] is True
+    assert found["mean_abs_error"] is None  # nothing but the row that was fitted
+    faster = Outcome("asd", ASD, "deterministic", tokens_per_step={"all": {"value": 8.0}})
+    output = 4 * steps + 1
+    wall = sum(row.wall_s for row in made.rows) - 6e-3 * steps.sum() / 2
+    predicted = predict.predict([outcome, faster], [made], [made])["predicted_tps"]
+    assert predicted["asd"] == pytest.approx(output.sum() / wall, rel=1e-6)
+
+
+def test_a_load_that_was_not_measured_is_not_predicted():
+    times = bench([10, 20, 30, 40, 50], [100, 90, 120, 70, 60], [41, 81, 121, 161, 201], 0.02, 1e-4, 6e-3)
+    live = bench([10], [100], [41], 0.02, 1e-4, 6e-3, batch=8)
+    outcome = Outcome("strict", Policy("strict"), "deterministic", tokens_per_step={"all": {"value": 4.0}})
+    (row,) = predict.predict([outcome], [times], [live])["rows"]
+    assert row["predicted_tps"] is None
+    assert row["error"] is None
