@@ -32,6 +32,7 @@ from adapters.rules.asd.config import AsdConfig
 from adapters.rules.asd.engine import AsdState
 from adapters.rules.block import triton as block_kernel
 from adapters.rules.block.engine import SampledState
+from adapters.rules.block.noise import CHUNK
 
 COLUMNS = (
     "kernel", "provider", "V", "K", "B", "dtype", "metric", "unit", "p50", "p20", "p80",
@@ -409,30 +410,44 @@ def sweep(log: Log, batches: list[int], dtypes: list[torch.dtype]) -> None:
 
 
 def sweep_fused(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
-    """(us, "fused pieces x block / warps") of the greedy accept."""
+    """(us, "fused block / warps, registers") of the greedy accept."""
     B, K = sets[0].greedy_ids.shape
     state = AsdState(B, K, B, "cuda")
     state.assign(range(B), AsdConfig(1e6))
     calls, found = each(sets, lambda d: state.fused(d.greedy_ids, d.target, slots)), []
-    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 4)):
-        for pieces in (1, 2, 4, 8, 16, 32):
-            if 64 <= B * (K + 1) * pieces <= 4096:
-                asd_kernel.TUNING = (pieces, block, warps)
-                found.append((replay_us(calls)[1], f"fused {pieces}x{block}/{warps}"))
-    asd_kernel.TUNING = None
+    for block, warps, registers in (
+        (2048, 4, 64),
+        (2048, 4, 48),
+        (2048, 8, 64),
+        (4096, 4, 64),
+        (4096, 8, 64),
+        (8192, 8, 64),
+    ):
+        asd_kernel.TUNING = asd_kernel.Tuning(block, warps, registers)
+        found.append((replay_us(calls)[1], f"fused {block}/{warps}, {registers} registers"))
+    asd_kernel.TUNING = asd_kernel.Tuning()
     return found
 
 
 def sweep_block(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
-    """(us, "block chunk / warps @ programs") of the block verification from logits."""
+    """(us, "block what differs from the default") of the block verification from logits."""
     B, K, V, found = *sets[0].sampled_ids.shape, sets[0].target.shape[2], []
-    for chunk, warps in ((2048, 4), (2048, 2), (1024, 4), (4096, 4)):
+    tried: tuple[tuple[str, int, dict], ...] = (
+        ("as it is", CHUNK, {}),
+        ("chunks of 1024", 1024, {}),
+        ("chunks of 4096", 4096, {}),
+        ("4096 programs", CHUNK, {"programs": 4096}),
+        ("2 warps a pass", CHUNK, {"warps": 2}),
+        ("8 warps to prepare", CHUNK, {"prepare": 8}),
+        ("8 warps to finish", CHUNK, {"finish": 8}),
+        ("launches one after another", CHUNK, {"pdl": False}),
+    )
+    for name, chunk, changed in tried:
         state = SampledState("block", B, K, B, V, "cuda", chunk)
         state.assign(range(B), range(B))
         calls = each(sets, partial(lambda s, d: s.from_logits(d.sampled_ids, d.target, d.draft, slots), state))
-        for programs in (4096, 16384):
-            block_kernel.TUNING = block_kernel.Tuning(warps, programs)
-            found.append((replay_us(calls)[1], f"block {chunk}/{warps}@{programs}"))
+        block_kernel.TUNING = block_kernel.Tuning(**changed)
+        found.append((replay_us(calls)[1], f"block {name}"))
     block_kernel.TUNING = block_kernel.Tuning()
     return found
 
@@ -440,10 +455,10 @@ def sweep_block(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
 def sweep_stages(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
     """(us, "block up to ...") of the block verification with its later launches left out: where its time goes."""
     B, K, V, found = *sets[0].sampled_ids.shape, sets[0].target.shape[2], []
-    state = SampledState("block", B, K, B, V, "cuda")
-    state.assign(range(B), range(B))
-    calls = each(sets, lambda d: state.from_logits(d.sampled_ids, d.target, d.draft, slots))
     for count, name in enumerate(("stats", "prepare", "mass", "finish"), 1):
+        state = SampledState("block", B, K, B, V, "cuda")  # of its own: what a launch left out would clear stays
+        state.assign(range(B), range(B))
+        calls = each(sets, partial(lambda s, d: s.from_logits(d.sampled_ids, d.target, d.draft, slots), state))
         block_kernel.STAGES = count
         found.append((replay_us(calls)[1], f"block up to {name}"))
     block_kernel.STAGES = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -34,6 +35,12 @@ def interpreted() -> bool:
 def use_kernel(tensor: Tensor) -> bool:
     """CUDA tensors always take the kernel, CPU tensors the torch oracle unless interpreting."""
     return tensor.is_cuda or (tensor.device.type == "cpu" and interpreted())
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Programmatic dependent launch: a CUDA device of compute capability 9 or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def check(field: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:

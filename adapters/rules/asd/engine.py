@@ -22,7 +22,7 @@ from adapters.rules.asd.report import BUDGET, Report, settle
 from adapters.rules.common import COUNTERS, FLOATS, INTS, MAX_DRAFTS, RuleError, check, use_kernel
 
 _STRICT = AsdConfig(budget=0.0, max_mismatches=0)
-_PIECES = 32  # triton.MAX_PIECES, without importing Triton
+_PIECES, _NOTHING = 128, -(2**63)  # MAX_PIECES and NOTHING of triton.py, without importing Triton
 
 
 class Step(NamedTuple):
@@ -63,8 +63,7 @@ class AsdState:
         self._ids = torch.zeros(rows * (K + 1), dtype=torch.int64, device=device)
         self._accepted = torch.zeros(rows * (K + 1), dtype=torch.int32, device=device)
         self._report = Report.empty(rows, K, device)
-        self._keys = torch.zeros(rows * (K + 1) * _PIECES, dtype=torch.int64, device=device)
-        self._done = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._keys = torch.full((rows * (K + 1) * _PIECES,), _NOTHING, dtype=torch.int64, device=device)
 
     def assign(self, slots: Sequence[int], configs: AsdConfig | Sequence[AsdConfig]) -> None:
         """Give slots to new requests: their policy, an empty ledger, counters of 0. Copies from the host."""
@@ -204,7 +203,7 @@ class AsdState:
             step.ids, step.accepted, report, self.before[:B], self.bits[:B], self.counts, self.regret,
         )  # fmt: skip
         if top is None:
-            kernel.fused(launch, self._keys, self._done)
+            kernel.fused(launch, self._keys)
         else:
             kernel.walk(launch, top)
         return step

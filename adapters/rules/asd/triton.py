@@ -3,7 +3,12 @@
 Two ways in, one walk:
 - `walk`: the engine has its argmax. One small launch, a lane per request: gather z(t_i) and z(x_i), walk, charge.
 - `fused`: one pass over the logits. A program reduces one piece of one row to a 64-bit key (value above, position
-  below, so that max is torch.argmax: first index on ties, NaN above all); the last program of a request walks it.
+  below, so that max is torch.argmax: first index on ties, NaN above all) and publishes it. The last programs of the
+  launch, one per request, gather everything else meanwhile, wait for the keys of their rows, and walk.
+
+A key is its own message: one 64-bit word, never NOTHING, written once and put back to NOTHING by the one program that
+reads it, so no fence and no counter stands between the last logit and the walk. Programs are dispatched in the order of
+their ids, so whoever waits has only running or finished programs to wait for (decoupled look-back relies on the same).
 
 Nothing waits for the host, nothing is allocated: the caller owns every buffer, so a CUDA graph can hold the launch.
 Rows past `live` are not read. A slot < 0 marks a padded request: nothing of it is read, charged or counted.
@@ -27,9 +32,9 @@ _GATE, _CAP = tl.constexpr(GATE), tl.constexpr(CAP)
 _INF = tl.constexpr(float("inf"))
 _INTERPRETED = tl.constexpr(interpreted())
 
-MAX_PIECES = 32  # programs per row at most
-_PIECES = tl.constexpr(MAX_PIECES)
-_NOTHING = tl.constexpr(-(2**63))  # below every key
+MAX_PIECES = 128  # programs per row at most
+NOTHING = -(2**63)  # no key: not published yet
+_NOTHING, _LEAST = tl.constexpr(NOTHING), tl.constexpr(-(2**62))  # and a key below every real one
 _COUNTERS = tl.constexpr(len(COUNTERS))
 
 
@@ -66,18 +71,43 @@ def _extent(b, here, Starts, Live, rows, requests, K: tl.constexpr, RAGGED: tl.c
     return start, tl.minimum(tl.maximum(live, 0), K)
 
 
+def columns(rows: int, wanted: int, warps: int) -> int:
+    """Columns of a tile of messages, powers of two all: with fewer elements than threads several threads would hold
+    one, could read it at different times, and would then wait for one another at different barriers."""
+    return max(triton.next_power_of_2(wanted), 32 * warps // rows)
+
+
+@triton.jit
+def missing(word, EMPTY: tl.constexpr):
+    """Above 0 while some message of the tile is not there."""
+    return tl.max(tl.ravel((word == EMPTY).to(tl.int32)), axis=0)
+
+
+@triton.jit
+def published(Words, mask, nothing, EMPTY: tl.constexpr):
+    """Words read at once, as soon as none of them (under the mask) is EMPTY. nothing: what unmasked lanes read.
+
+    The tile has at least one element a thread (`columns`).
+    """
+    word = tl.load(Words, mask=mask, other=nothing, volatile=True)
+    while missing(word, EMPTY) > 0:
+        word = tl.load(Words, mask=mask, other=nothing, volatile=True)
+    return word
+
+
 @triton.jit
 def _walk(
     b, here, slot, live, first, zoff, stride_z,
     Draft, draft_row, stride_d, Top, Keys, pieces, Logits, V,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-    K: tl.constexpr, KP: tl.constexpr, FROM_KEYS: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr,
     REPORT: tl.constexpr, CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The rule for a vector of requests b [R]. first: row index of position 0; zoff: its offset in Logits.
 
-    Everything it reads is read at once, as [R, KP] tiles; the walk then goes through registers.
+    Everything it reads is read at once, as [R, KP] tiles, the keys (PIECES > 0; then R = 1) last; the walk then goes
+    through registers.
     """
     real = here & (slot >= 0)
     i = tl.arange(0, KP)[None, :]
@@ -92,13 +122,22 @@ def _walk(
     gate = tl.load(Gate + slot, mask=real, other=0.0)
     cap = tl.load(Cap + slot, mask=real, other=0)
     norm = tl.load(Norm + slot, mask=real, other=0).to(tl.int32) != 0
-    if FROM_KEYS:
-        piece = tl.arange(0, _PIECES)[None, None, :]
-        at = (first[:, None] + i)[:, :, None] * pieces + piece
-        key = tl.load(Keys + at, mask=exists[:, :, None] & (piece < pieces), other=_NOTHING)
-        key = tl.max(key, axis=2)
-        top = 0x7FFFFFFF - (key & 0x7FFFFFFF)
-        z_top = key_value((key >> 31).to(tl.int32))
+    if COUNT:
+        counts = Counts + slot * _COUNTERS
+        blocks, verified = tl.load(counts, mask=real, other=0), tl.load(counts + 1, mask=real, other=0)
+        strict, loose = tl.load(counts + 2, mask=real, other=0), tl.load(counts + 3, mask=real, other=0)
+        drained, total = tl.load(counts + 4, mask=real, other=0), tl.load(Regret + slot, mask=real, other=0.0)
+    if PIECES:
+        piece = tl.arange(0, PIECES)[None, None, :]
+        at = Keys + (first[:, None] + i)[:, :, None] * pieces + piece
+        wanted = exists[:, :, None] & (piece < pieces)
+        key = published(at, wanted, _LEAST, _NOTHING)
+        tl.store(at, tl.full(key.shape, _NOTHING, tl.int64), mask=wanted)
+        high, low = (key >> 31).to(tl.int32), (key & 0x7FFFFFFF).to(tl.int32)
+        best = tl.max(high, axis=2)
+        first_of = tl.max(tl.where(high == best[:, :, None], low, -1), axis=2)
+        top = tl.where(exists, 0x7FFFFFFF - first_of, 0).to(tl.int64)
+        z_top = key_value(best)
     else:
         top = tl.load(Top + first[:, None] + i, mask=exists, other=0).to(tl.int64)
         z_top = tl.load(Logits + row + top, mask=drafted & (top >= 0) & (top < V), other=float("nan")).to(tl.float32)
@@ -152,12 +191,8 @@ def _walk(
         tl.store(Before + b, spent0, mask=here)
         tl.store(Bits + b, bits, mask=here)
     if COUNT:
-        counts = Counts + slot * _COUNTERS
-        was = tl.load(counts, mask=real, other=0), tl.load(counts + 1, mask=real, other=0)
-        strict, loose = tl.load(counts + 2, mask=real, other=0), tl.load(counts + 3, mask=real, other=0)
-        drained, total = tl.load(counts + 4, mask=real, other=0), tl.load(Regret + slot, mask=real, other=0.0)
-        tl.store(counts, was[0] + 1, mask=real)
-        tl.store(counts + 1, was[1] + live, mask=real)
+        tl.store(counts, blocks + 1, mask=real)
+        tl.store(counts + 1, verified + live, mask=real)
         tl.store(counts + 2, strict + length - relaxed, mask=real)
         tl.store(counts + 3, loose + relaxed, mask=real)
         tl.store(counts + 4, drained + (stop == _BUDGET).to(tl.int64), mask=real)
@@ -186,77 +221,52 @@ def _walk_kernel(
     _walk(
         b, here, slot, live, first, zoff, stride_z, Draft, draft_row, stride_d, Top, Top, 1, Logits, V,
         Spent, Budget, Gate, Cap, Norm, Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-        K, KP, False, IDS, ACCEPT, REPORT, CUT, COUNT,
+        K, KP, 0, IDS, ACCEPT, REPORT, CUT, COUNT,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["requests", "rows", "blocks", "per", "pieces"])  # a new batch size must not compile anew
+@triton.jit(do_not_specialize=["requests", "rows"])  # a new batch size must not compile anew
 def _fused_kernel(
-    Draft, stride_d, Logits, stride_b, stride_z, V, blocks, per, pieces,
-    Keys, Done,
+    Draft, stride_d, Logits, stride_b, stride_z, V, pieces, Keys,
     Slots, Starts, Live, requests, rows,
     Spent, Budget, Gate, Cap, Norm,
     Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-    K: tl.constexpr, KP: tl.constexpr, DEEP: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_LIVE: tl.constexpr, TABLE: tl.constexpr, IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr,
-    CUT: tl.constexpr, COUNT: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, RAGGED: tl.constexpr, HAS_LIVE: tl.constexpr, TABLE: tl.constexpr,
+    IDS: tl.constexpr, ACCEPT: tl.constexpr, REPORT: tl.constexpr, CUT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, position, request): the key of one piece of one row; the last one of a request walks."""
-    piece, i, b0 = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One program per piece of BLOCK logits of every row, then one program per request that walks."""
+    program = tl.program_id(0)
+    walker = program - requests * (K + 1) * pieces
+    row = program // pieces
+    i = row % (K + 1)
+    b0 = tl.where(walker < 0, row // (K + 1), walker)
     slot0 = b0.to(tl.int64)
     if HAS_SLOTS:
         slot0 = tl.load(Slots + b0).to(tl.int64)
     first0, live0 = _extent(b0, b0 >= 0, Starts, Live, rows, requests, K, RAGGED, HAS_LIVE)
-    b = b0 + tl.arange(0, 1)
-    if slot0 < 0:
-        if (piece == 0) & (i == 0):
-            tl.store(Length + b0, 0)
-            tl.store(Bonus + b0, 0)
-            if REPORT:
-                tl.store(Relaxed + b0, 0)
-                tl.store(Stop + b0, 0)
-                for j in tl.static_range(K):
-                    tl.store(Charge + b0 * K + j, 0.0)
-            if CUT:
-                tl.store(Before + b0, 0.0)
-                tl.store(Bits + b0, 0)
-    elif i <= live0:
-        zoff = first0 * stride_z if RAGGED else b0.to(tl.int64) * stride_b
-        base = Logits + zoff + i.to(tl.int64) * stride_z
-        # A thread keeps the best of DEEP logits at a time and its block, and looks up which of them it was at the end.
-        wide: tl.constexpr = BLOCK // DEEP
-        lane = tl.arange(0, wide)
-        deep = tl.arange(0, DEEP)[:, None] * wide + lane[None, :]
-        best = tl.full([wide], -0x80000000, tl.int32)
-        where = tl.zeros([wide], tl.int32)
-        for c in range(piece * per, tl.minimum(piece * per + per, blocks)):
-            v = c * BLOCK + deep
-            z = tl.load(base + v, mask=v < V, other=float("-inf")).to(tl.float32)
-            key = tl.max(order_key(z), axis=0)
-            take = key > best
-            best = tl.where(take, key, best)
-            where = tl.where(take, c, where)
-        highest = tl.max(best, axis=0)
-        v = where[None, :] * BLOCK + deep
-        again = (best == highest)[None, :] & (v < V)
-        z = tl.load(base + v, mask=again, other=0.0).to(tl.float32)
-        found = tl.where(again & (order_key(z) == highest), v, 0x7FFFFFFF)
-        index = tl.min(tl.min(found, axis=0), axis=0)
-        packed = (highest.to(tl.int64) << 31) | (0x7FFFFFFF - index).to(tl.int64)
-        tl.store(Keys + (first0 + i) * pieces + piece, packed)
-        done = tl.atomic_add(Done + b0, 1, sem="acq_rel")
-        if done == (live0 + 1) * pieces - 1:
-            tl.store(Done + b0, 0)
-            slot, first, live = b * 0 + slot0, b * 0 + first0, b * 0 + live0
-            draft_row = slot if TABLE else b.to(tl.int64)
-            _walk(
-                b, b >= 0, slot, live, first, b * 0 + zoff, stride_z,
-                Draft, draft_row, stride_d, Keys, Keys, pieces, Logits, V,
-                Spent, Budget, Gate, Cap, Norm,
-                Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
-                K, KP, True, IDS, ACCEPT, REPORT, CUT, COUNT,
-            )  # fmt: skip
+    zoff = first0 * stride_z if RAGGED else b0.to(tl.int64) * stride_b
+    if walker < 0:
+        if (slot0 >= 0) & (i <= live0):
+            piece = program % pieces
+            v = piece * BLOCK + tl.arange(0, BLOCK)
+            z = tl.load(Logits + zoff + i.to(tl.int64) * stride_z + v, mask=v < V, other=float("-inf"))
+            key = order_key(z.to(tl.float32))
+            highest = tl.max(key, axis=0)
+            index = tl.min(tl.where(key == highest, v, 0x7FFFFFFF), axis=0)  # first; what is past V comes after all
+            packed = (highest.to(tl.int64) << 31) | (0x7FFFFFFF - index).to(tl.int64)
+            tl.store(Keys + (first0 + i) * pieces + piece, packed)
+    else:
+        b = b0 + tl.arange(0, 1)
+        slot, first, live = b * 0 + slot0, b * 0 + first0, b * 0 + live0
+        draft_row = slot if TABLE else b.to(tl.int64)
+        _walk(
+            b, b >= 0, slot, live, first, b * 0 + zoff, stride_z,
+            Draft, draft_row, stride_d, Keys, Keys, pieces, Logits, V,
+            Spent, Budget, Gate, Cap, Norm,
+            Length, Bonus, Ids, Accept, Charge, Relaxed, Stop, Before, Bits, Counts, Regret,
+            K, KP, PIECES, IDS, ACCEPT, REPORT, CUT, COUNT,
+        )  # fmt: skip
 
 
 _FLAT = ["length", "bonus", "spent", "slots", "live", "starts", "ids", "accepted", "before", "bits", "counts", "regret"]
@@ -361,34 +371,39 @@ def walk(launch: Launch, top: Tensor, lanes: int = 8) -> None:
     )  # fmt: skip
 
 
-TUNING: tuple[int, int, int] | None = None  # the benchmark's sweep sets it, instead of `plan`
+@dataclass(frozen=True)
+class Tuning:
+    """Launch parameters. block: logits a program reduces, None: `plan`; registers: at most so many a thread."""
+
+    block: int | None = None
+    warps: int = 4
+    registers: int | None = 64  # eight programs a processor; the walk alone would take more
 
 
-def plan(requests: int, K: int, V: int) -> tuple[int, int, int]:
-    """(pieces of a row, BLOCK, num_warps): about 1,024 programs, eight for each of 132 processors (results/kernels)."""
-    block, pieces = 2048 if V > 8192 else 1024, 1
-    while pieces < MAX_PIECES and requests * (K + 1) * 2 * pieces <= 1024 and 2 * pieces * block < V:
-        pieces *= 2
-    return pieces, block, 4
+TUNING = Tuning()  # the benchmark's sweep sets it
 
 
-def fused(launch: Launch, keys: Tensor, done: Tensor) -> None:
+def plan(rows: int, V: int) -> int:
+    """Logits a program reduces: few enough to fill the device, and so many that MAX_PIECES programs cover a row."""
+    block = 1024 if V <= 8192 else 2048 if rows <= 64 else 4096
+    return max(block, triton.next_power_of_2(triton.cdiv(V, MAX_PIECES)))
+
+
+def fused(launch: Launch, keys: Tensor) -> None:
     """Form (b): one pass over float32, bfloat16 or float16 logits.
 
-    keys int64 [>= rows * MAX_PIECES]; done int32 [>= B], zero before the first launch and left zero by each.
+    keys int64 [>= rows * MAX_PIECES]: NOTHING before the first launch, left so by each.
     """
     B, K, V = launch.length.shape[0], launch.draft_ids.shape[1], launch.logits.shape[-1]
     if B == 0:
         return
-    pieces, block, warps = TUNING or plan(B, K, V)
-    blocks = triton.cdiv(V, block)
-    vector = 16 // launch.logits.element_size()  # 16-byte loads; one thread owns DEEP of them in a block
-    deep = max(1, block // (warps * 32 * vector))
+    block = TUNING.block or plan(B * (K + 1), V)
+    pieces = triton.cdiv(V, block)
     tensors, flags = launch.arguments()
-    _fused_kernel[(pieces, K + 1, B)](
-        launch.draft_ids, launch.draft_ids.stride(0), launch.logits, *launch.strides, V,
-        blocks, triton.cdiv(blocks, pieces), pieces, keys, done, *tensors,
-        DEEP=deep, BLOCK=block, **flags, num_warps=warps,
+    _fused_kernel[(B * (K + 1) * pieces + B,)](
+        launch.draft_ids, launch.draft_ids.stride(0), launch.logits, *launch.strides, V, pieces, keys, *tensors,
+        PIECES=columns(flags["KP"], pieces, TUNING.warps), BLOCK=block, **flags,
+        num_warps=TUNING.warps, maxnreg=TUNING.registers,
     )  # fmt: skip
 
 
@@ -409,8 +424,7 @@ def accept(
     if z.dtype == torch.float64:
         walk(launch, z.argmax(-1).contiguous())
     else:
-        keys = torch.empty(B * (K + 1) * MAX_PIECES, dtype=torch.int64, device=device)
-        fused(launch, keys, torch.zeros(B, dtype=torch.int32, device=device))
+        fused(launch, torch.full((B * (K + 1) * MAX_PIECES,), NOTHING, dtype=torch.int64, device=device))
     for view, dense in zip((spent, *wanted), (ledger, report.charge, report.relaxed, report.stop), strict=False):
         if dense is not view:
             view.copy_(dense)

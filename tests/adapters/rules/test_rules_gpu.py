@@ -210,6 +210,30 @@ def test_graph_replays_equal_eager_steps_without_sync_or_allocation(kind):
         assert len({tuple(bonus.tolist()) for _, bonus in wanted}) > 1, "replays must draw anew"
 
 
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_block_at_the_largest_sizes(one_hot):
+    """B = 1024, K = 15, V = 262,144: every request answers as it does in a small batch; offsets past 2^32."""
+    B, K, V = 1024, 15, 262_144
+    gen = torch.Generator("cuda").manual_seed(0)
+    zq = torch.empty(B, K, V, dtype=torch.bfloat16, device="cuda")
+    zp = torch.empty(B, K + 1, V, dtype=torch.bfloat16, device="cuda")
+    for q, p in zip(zq.split(64), zp.split(64), strict=True):
+        q.normal_(generator=gen).mul_(4)
+        p.normal_(generator=gen)
+        p[:, :K].mul_(0.5).add_(q)
+    ids = zq.view(B * K, V).argmax(-1).view(B, K)
+    some = torch.tensor([0, 511, 700, 1023], device="cuda")
+    answers = []
+    for rows in (torch.arange(B, device="cuda"), some):
+        state = SampledState("block", B, K, len(rows), V, "cuda")
+        state.assign(range(B), range(B))
+        draft = None if one_hot else zq if len(rows) == B else zq[rows]
+        answers.append(state.from_logits(ids[rows], zp if len(rows) == B else zp[rows], draft, rows))
+    assert torch.equal(answers[0].length[some], answers[1].length)
+    assert torch.equal(answers[0].bonus[some], answers[1].bonus)
+    assert int(answers[0].length.max()) > 0
+
+
 LAWS = {
     "near": ([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]], [[0.4, 0.4, 0.2], [0.2, 0.5, 0.3]]),
     "far": ([[0.05, 0.05, 0.9], [0.9, 0.05, 0.05], [0.3, 0.3, 0.4]], [[0.8, 0.15, 0.05], [0.1, 0.1, 0.8]]),
@@ -235,13 +259,15 @@ def test_law_of_200_000_draws(rule, name, logits):
         p, q = p.log(), q.log()
     seen = torch.zeros(V ** (K + 1), dtype=torch.int64, device="cuda")
     lengths = torch.zeros(K + 1, dtype=torch.int64, device="cuda")
+    place = torch.tensor([9, 3, 1], device="cuda")
     for _ in range(turns):
         ids = torch.multinomial(Q.expand(B, K, V).reshape(-1, V), 1, generator=gen).view(B, K)
         step = (state.from_logits if logits else state.from_probs)(ids, p, q, slots)
         rest = torch.stack([torch.multinomial(row, B, replacement=True, generator=gen) for row in P], 1)
         out = torch.where(torch.arange(K + 1, device="cuda") <= step.length[:, None], step.ids, rest)
-        seen += torch.bincount((out * torch.tensor([9, 3, 1], device="cuda")).sum(1), minlength=V ** (K + 1))
-        lengths += torch.bincount(step.length, minlength=K + 1)
+        index = (out * place).sum(1)
+        seen.scatter_add_(0, index, torch.ones_like(index))
+        lengths.scatter_add_(0, step.length.long(), torch.ones_like(index))
     n = B * turns
     for index, y in enumerate(itertools.product(range(V), repeat=K + 1)):
         want = math.prod(P[i, v].item() for i, v in enumerate(y))
