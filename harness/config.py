@@ -276,10 +276,11 @@ class TaskConfig:
     """What is done. warmup: items of the disjoint warm-up set. limit: of generated traffic, where the task has its own.
 
     concurrency: requests in flight (None: 1, or the gate's lists). seconds: no new item after that much measuring.
-    Of bench: aa: the baseline's policy a second time, as an arm of its own. block: items of a block at concurrency > 1
-    (None: four times the concurrency). Of the gate: baseline: what B = 0 is compared with. chunk, control.
-    mix_sampled: sampled requests between the compared ones, as a share of them. repeat: every prompt twice in a row,
-    the prefix cache on. quantile, items: of calibrate.
+    Of bench: fixed_tokens: so many ids of every answer, ends ignored: equal work, and nothing to score. aa: the
+    baseline's policy a second time, as an arm of its own. block: items of a block at concurrency > 1 (None: four times
+    the concurrency). Of the gate: baseline: what B = 0 is compared with. chunk, control. mix_sampled: sampled requests
+    between the compared ones, as a share of them. repeat: every prompt twice in a row, the prefix cache on. quantile,
+    items: of calibrate.
     """
 
     name: str = ""
@@ -287,6 +288,7 @@ class TaskConfig:
     limit: int | None = None
     concurrency: int | None = None
     seconds: float | None = None
+    fixed_tokens: int | None = None
     aa: bool = False
     block: int | None = None
     baseline: str = "strict"
@@ -299,7 +301,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "task", 0, "warmup")
-        _at_least(self, "task", 1, "limit", "concurrency", "block", "chunk", "control", "items")
+        _at_least(self, "task", 1, "limit", "concurrency", "fixed_tokens", "block", "chunk", "control", "items")
         _one_of("task", "baseline", self.baseline, ("strict", UNARMED))
         if not 0 < self.quantile < 1:
             raise ConfigError(f"task.quantile: expected a number between 0 and 1, found {self.quantile!r}")

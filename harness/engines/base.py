@@ -31,7 +31,10 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. temperature 0: greedy. seed: of a sampled request. deadline_s: seconds of wall, queueing included."""
+    """One prompt. temperature 0: greedy. seed: of a sampled request. deadline_s: seconds of wall, queueing included.
+
+    ignore_eos: max_new_tokens ids, whatever they are.
+    """
 
     rid: str
     input_ids: Sequence[int]
@@ -41,6 +44,7 @@ class Request:
     seed: int | None = None
     deadline_s: float = 120.0
     first_rejections: bool = False
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)

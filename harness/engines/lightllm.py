@@ -142,6 +142,8 @@ def body(request: Request, tag: int) -> dict[str, Any]:
         "frequency_penalty": 0.0,
         "seed": tag,
     }
+    if request.ignore_eos:
+        parameters["ignore_eos"] = True
     if sampled:
         parameters |= {"temperature": request.temperature, "top_p": 1.0, "top_k": -1}
     return {"inputs": list(request.input_ids), "parameters": parameters}

@@ -133,6 +133,8 @@ def _body(requests: Sequence[Request]) -> list[dict[str, Any]]:
         params: dict[str, Any] = {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
         if request.temperature > 0 and request.seed is not None:
             params["sampling_seed"] = request.seed
+        if request.ignore_eos:
+            params["ignore_eos"] = True
         custom: dict[str, Any] = {}
         if request.policy is not None:
             custom[CUSTOM_PARAM] = request.policy.to_json()

@@ -47,14 +47,20 @@ def launch_all(config: Config, servers: Sequence[tuple[Path, Policy | None]]) ->
     if config.launch.name != "process":
         raise LaunchError(f"several servers at once need launch=process, found {config.launch.name}")
     with ExitStack() as stack:
-        starting = [stack.enter_context(process.start(config, log, policy)) for log, policy in servers]
+        starting: list[process.Starting] = []
+        for log, policy in servers:
+            starting.append(stack.enter_context(process.start(config, log, policy)))
 
         def check_alive() -> None:
             """While one is waited for, none of the others has died."""
             for each in starting:
                 each.check_alive()
 
-        yield [each.ready(check_alive) for each in starting]
+        try:
+            yield [each.ready(check_alive) for each in starting]
+        finally:
+            for each in starting:  # all at once; each is waited for in its turn
+                each.terminate()
 
 
 __all__ = ["LaunchError", "RunningEngine", "launch", "launch_all", "preflight"]

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,9 +53,13 @@ def launch(config: Config, log: Path, policy: Policy | None) -> Iterator[Running
 
 @dataclass(frozen=True)
 class Starting:
-    """A process that is coming up. ready: waits for it, and calls what it is given meanwhile."""
+    """A process that is coming up. ready: waits for it, and calls what it is given meanwhile.
+
+    terminate: asks it to end, and does not wait.
+    """
 
     check_alive: Callable[[], None]
+    terminate: Callable[[], None]
     ready: Callable[[Callable[[], None]], RunningEngine]
 
 
@@ -86,7 +91,7 @@ def start(config: Config, log: Path, policy: Policy | None) -> Iterator[Starting
             how = {"kind": "process", "url": None, "command": printable(argv), "image_digest": None}
             return RunningEngine(client, server, nonce, how, check_alive)
 
-        yield Starting(check_alive, ready)
+        yield Starting(check_alive, partial(_signal_group, child, signal.SIGTERM), ready)
 
 
 def _environment(config: Config, policy: Policy | None, nonce: str, telemetry: Path) -> dict[str, str]:

@@ -123,7 +123,8 @@ def unusual(record: Record) -> list[str]:
     mixed = record.workload.get("mixed", {})  # between the others, and compared with nothing
     temperatures = sorted({arm.temperature for name, arm in record.arms.items() if name not in mixed} - {0.0})
     return [
-        *([f"at most {cap} tokens"] if cap else []),
+        *([f"exactly {fixed} tokens"] if (fixed := record.workload.get("fixed_tokens")) else []),
+        *([f"at most {cap} tokens"] if cap and not fixed else []),
         *([f"seed {seed}"] if seed != Config().seed else []),
         *(f"temperature {value:g}" for value in temperatures),
     ]

@@ -150,11 +150,12 @@ class Session:
         return self.prompts[item.id]
 
     def request(self, arm: Plan, item: Item, **more: Any) -> Request:
-        cap = self.config.traffic.max_new_tokens
+        cap, fixed = self.config.traffic.max_new_tokens, self.config.task.fixed_tokens
         return Request(
             rid=f"{arm.name}-{item.id}-{next(self._asked)}",
             input_ids=self.prompt(item),
-            max_new_tokens=min(item.max_new_tokens, cap) if cap else item.max_new_tokens,
+            max_new_tokens=fixed or (min(item.max_new_tokens, cap) if cap else item.max_new_tokens),
+            ignore_eos=fixed is not None,
             policy=arm.policy,
             temperature=arm.temperature,
             seed=None if arm.greedy else sampling_seed(self.config.seed, item.id),

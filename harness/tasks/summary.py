@@ -194,7 +194,9 @@ def _change(record: Record, base: Sequence[Row], candidate: Sequence[Row], name:
         "tokens_per_item": stats.change(tokens[0], tokens[1]),
         "accuracy": asdict(accuracy),
         "outputs_changed": sum(a.output_ids != b.output_ids for a, b in pairs),
-        "degenerate": bool(loops) and loops[1] - loops[0] > max(1, _loops(record) * len(pairs)),
+        "degenerate": bool(loops)
+        and "fixed_tokens" not in record.workload
+        and loops[1] - loops[0] > max(1, _loops(record) * len(pairs)),
     }
     if clock.timed and clock.walls is not None:
         found["block_wall"] = blocks.wall_change(clock.triplets(name), clock.gain(name))
@@ -333,6 +335,8 @@ def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]
     if "control" in arms:
         gates["control"] = _control(record, arms)
         problems += _control_problems(gates["control"])
+    if fixed := record.workload.get("fixed_tokens"):
+        problems += _unequal(arms, fixed)
     if record.task == "bench":
         problems += _unbounded(record, arms, rows)
         if judged(record):
@@ -426,6 +430,17 @@ def _unbounded(record: Record, arms: Mapping[str, list[Row]], rows: Sequence[Row
             text = f"{name}: tokens/s: expected an interval around the change, found none on {on}"
             problems.append(Problem("inconclusive", text))
     return problems
+
+
+def _unequal(arms: Mapping[str, list[Row]], tokens: int) -> list[Problem]:
+    """Of fixed work every answer has the ids that were asked for."""
+    found = []
+    for name, rows in arms.items():
+        other = [row for row in rows if row.error is None and len(row.output_ids) != tokens]
+        if other:
+            text = f"{name}: fixed work: expected {tokens} ids, found {len(other[0].output_ids)} for {other[0].item}"
+            found.append(Problem("fail", f"{text} ({len(other)} answers)"))
+    return found
 
 
 def _aa(record: Record, arms: Mapping[str, list[Row]], rows: Sequence[Row]) -> list[Problem]:

@@ -174,6 +174,8 @@ class Fake:
         seed = f"{prompt}{params.get('sampling_seed')}" + (str(self.count) if self.fault("restless") else "")
         digest = hashlib.sha256(seed.encode()).digest()
         wanted = 8 + digest[0] % 24
+        if params.get("ignore_eos"):
+            wanted = 1 + params["max_new_tokens"]  # its end comes later
         length = min(wanted, params["max_new_tokens"])
         ids = [5 + byte % 20 for byte in (digest * 2)[:length]]
         steps, proposed, accepted, histogram = self.drafted(length)

@@ -263,3 +263,10 @@ def test_a_sampled_answer_relaxes_nothing():
 def test_a_run_that_was_stopped_is_no_pass():
     outcome, reasons, _, _ = judged(bench(strict=1, asd=1), stopped="after task.seconds=5")
     assert (outcome, reasons) == ("inconclusive", ["stopped after task.seconds=5"])
+
+
+def test_fixed_work_is_of_as_many_ids_as_asked():
+    rows = bench(strict=1, asd=1)
+    assert judged(rows, fixed_tokens=20)[0] == "pass"
+    outcome, reasons, _, _ = judged(rows, fixed_tokens=21)
+    assert (outcome, reasons[0]) == ("fail", "strict: fixed work: expected 21 ids, found 20 for i0 (60 answers)")

@@ -184,3 +184,11 @@ def test_repeated_prompts_must_come_from_the_prefix_cache(runs, fault, status):
 def test_a_list_holds_compared_requests_alone(harness):
     status, _, err = harness("task=gate", "task.mix_sampled=0.5")
     assert (status, "expected task.concurrency=N" in err) == (2, True)
+
+
+def test_fixed_work_is_equal_and_not_scored(runs):
+    _, run, _ = runs("arms=[strict,asd]", "task.fixed_tokens=40", "limit=4")
+    assert sound(run)
+    assert {len(row.output_ids) for row in run.rows} == {40}
+    assert {row.outcome for row in run.rows} == {None}
+    assert run.record.summary["arms"]["asd"]["change"]["tokens_per_item"]["value"] == 0
