@@ -14,7 +14,7 @@ from adapters.rules.predicate import inside
 from adapters.rules.rowstats import naive as rowstats_naive
 
 ORACLE = settings(
-    derandomize=True, deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    derandomize=True, deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 KERNEL = settings(ORACLE, max_examples=15)
 VALUES = [0.0, 0.25, 0.5, 1.0, 2.0, 3.5, -1.0, -2.0, math.inf, -math.inf, math.nan]
