@@ -39,12 +39,10 @@ from hydra.errors import HydraException
 from harness import interrupt
 from harness.config import RECIPES, Config, ConfigError, hydra_override, load
 from harness.records.provenance import identity
-from harness.records.read import read, read_all
+from harness.records.read import Loaded, read, read_all
 from harness.records.run import complete, wait
-from harness.records.sweeps import Manifest, Point, joined, manifest, write
+from harness.records.sweeps import Manifest, Point, joined, manifest, read_sweeps, write
 from harness.stats.estimate import Estimate
-from harness.stats.pareto import Point as Spot
-from harness.stats.pareto import front
 from harness.tasks import FAIL, INCONCLUSIVE, PASS, find
 from harness.tasks.errors import TaskError
 from harness.traffic import load as load_traffic
@@ -298,63 +296,43 @@ def say(text: str) -> None:
 
 
 def report(asked: Manifest, results: Path) -> int:
-    """The table of all points and the exit status: a point without a record is `not run`."""
+    """The table of all points and the exit status: a point without a complete record is `not run`."""
+    from harness.publish.selection import select
     from harness.publish.tables import write as write_tables
 
-    rows = joined(asked, read_all(results))
-    lines, spots = [], []
+    runs = read_all(results)
+    chosen = select(runs, read_sweeps(results)).sweeps
+    places = {each.record.id: each for sweep in chosen if sweep.id == asked.id for each in sweep.points}
+    print(f"sweep {asked.id}: {len(asked.points)} points, each against the baseline of its own run")
+    print(f"{'point':24} {'tokens/s':>24} {'accuracy':>24}  stands")
     outcomes = []
-    for point, loaded in rows:
+    for point, loaded in joined(asked, runs):
         name = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in point.point.items())
-        record = loaded.record if loaded is not None else None
-        if record is None or loaded is None or not loaded.complete or record.verdict is None:
+        if loaded is None or not loaded.complete or loaded.record is None or loaded.record.verdict is None:
             outcomes.append("not run")
-            lines.append((name, "not run", "not run", f"not run ({_why(loaded)})"))
+            print(f"{name:24} {'not run':>24} {'not run':>24}  not run ({_why(loaded)})")
             continue
-        outcomes.append(record.verdict.outcome)
-        change = _candidate(record.summary)
-        speed, accuracy = _estimate(change, "tps"), _estimate(change, "accuracy")
-        if speed and accuracy and record.verdict.outcome == "pass":
-            spots.append(Spot(name, speed, accuracy))
-        lines.append((name, _cell(speed, "%"), _cell(accuracy, "pp"), record.verdict.outcome))
-    zero = Estimate(0.0, 0.0, 0.0, 0, "itself")
-    places = {place.point.name: place for place in front([*spots, Spot("baseline", zero, zero)])}
-    print(f"sweep {asked.id}: {len(rows)} points, each against the baseline of its own run")
-    print(f"{'point':30} {'tokens/s':>18} {'accuracy':>18}  stands")
-    for name, speed_, accuracy_, outcome in lines:
-        place = places.get(name)
-        stands = f"{place.standing}{f' (by {place.by})' if place.by else ''}" if place else outcome
-        print(f"{name:30} {speed_:>18} {accuracy_:>18}  {stands}")
+        verdict = loaded.record.verdict
+        outcomes.append(verdict.outcome)
+        place = places.get(loaded.record.id)
+        if place is None:
+            told = f"{verdict.outcome}{f' ({verdict.reasons[0]})' if verdict.reasons else ''}"
+            print(f"{name:24} {'no place':>24} {'no place':>24}  {told}")
+            continue
+        by = f" (by {place.by})" if place.by else ""
+        print(f"{name:24} {_cell(place.speed, '%'):>24} {_cell(place.accuracy, 'pp'):>24}  {place.standing}{by}")
     write_tables(results)
     return FAIL if "fail" in outcomes else PASS if set(outcomes) == {"pass"} else INCONCLUSIVE
 
 
-def _why(loaded: Any) -> str:
-    if loaded is None:
+def _why(loaded: Loaded | None) -> str:
+    if loaded is None or loaded.record is None:
         return "no record"
     if loaded.problems:
         return loaded.problems[0]
     return f"{loaded.record.status}{f': {loaded.record.error}' if loaded.record.error else ''}"
 
 
-def _candidate(summary: dict[str, Any]) -> dict[str, Any]:
-    """The change of the arm that is swept: the last one that is neither the baseline nor it again."""
-    fixed = (summary["baseline"], "asd-b0", "chain")
-    arms = [name for name in summary["arms"] if name not in fixed and not name.endswith("-again")]
-    return summary["arms"][arms[-1]].get("change", {}) if arms else {}
-
-
-def _estimate(change: dict[str, Any], name: str) -> Estimate | None:
-    found = change.get(name)
-    if name == "accuracy" and found is not None:
-        found = found.get("delta", found.get("change"))
-    if not isinstance(found, dict) or any(found.get(key) is None for key in ("value", "low", "high")):
-        return None
-    return Estimate(found["value"], found["low"], found["high"], found.get("n", 0), found.get("method", ""))
-
-
-def _cell(found: Estimate | None, unit: str) -> str:
-    if found is None:
-        return "no interval"
+def _cell(found: Estimate, unit: str) -> str:
     value, low, high = (100 * each for each in (found.value, found.low, found.high))
     return f"{value:+.1f} {unit} [{low:+.1f}, {high:+.1f}]"
