@@ -29,6 +29,11 @@ RECIPES = ROOT / "recipes"
 VERBATIM = ("url", "data", "out", "capture")  # free text: never read by Hydra's grammar
 DRAFT_KINDS = ("dspark", "eagle3", "mtp-heads")
 FIXED_ARMS = ("strict", "asd-b0", "chain")  # arms of a run whatever its policy: their names stand for one rule each
+OWN = {  # fields of one task alone
+    "bench": ("fixed_tokens", "aa", "block"),
+    "gate": ("baseline", "chunk", "control", "mix_sampled", "repeat"),
+    "calibrate": ("quantile", "items"),
+}
 UNARMED = "unarmed"  # the arm of an engine without our adapter
 
 
@@ -470,6 +475,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     if "model.dtype" in named:
         config.model.dtypes = {}
     settle_policy(config, named)
+    _check_own(config, named)
     _check_fixed(config.policy)
     _check_arms(config, named)
     traffic = config.traffic
@@ -558,6 +564,15 @@ def settle_policy(config: Config, named: Collection[str] = ()) -> None:
             setattr(config.policy, name, value)
     config.policy.__post_init__()
     config.policy_source = source + (f", {', '.join(sorted(kept))} from the command line" if kept else "")
+
+
+def _check_own(config: Config, named: Collection[str]) -> None:
+    """A field of one task, given to another, would be ignored."""
+    for task, names in OWN.items():
+        if config.task.name not in (task, "sweep") and (
+            given := sorted({f"task.{name}" for name in names} & set(named))
+        ):
+            raise ConfigError(f"{given[0]}: belongs to task={task}, found it with task={config.task.name}")
 
 
 def _check_fixed(found: PolicyConfig) -> None:

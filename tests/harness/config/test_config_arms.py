@@ -34,6 +34,8 @@ def names(groups):
         (["launch=docker", "launch.together=true"], ["launch.together: belongs to launch=process"]),
         (["verdict.accuracy_drop=-1"], ["verdict.accuracy_drop", "found -1"]),
         (["verdict.alpha=1"], ["verdict.alpha", "found 1"]),
+        (["task=gate", "task.aa=true"], ["task.aa: belongs to task=bench, found it with task=gate"]),
+        (["task.repeat=true"], ["task.repeat: belongs to task=gate, found it with task=bench"]),
         (["verdict=lax"], ["verdict: expected one of armed-cost, default, published"]),
         (["++model.dtypes.sglang=int3"], ["model.dtype", "'int3'"]),
     ],
