@@ -2,7 +2,8 @@
 
     python -m adapters.rules.benchmark_report [--folder results/kernels] [--check]
 
-Of each shape the newest run counts. --check writes nothing and fails where the README differs from its CSV files.
+Of each shape and batch the newest run counts, of launch parameters the newest sweep. --check writes nothing and fails
+where the README differs from its CSV files.
 """
 
 from __future__ import annotations
@@ -41,17 +42,26 @@ OUT_OF_CACHE = 250e6
 
 
 def read(paths: Iterable[Path]) -> dict[str, dict[Key, dict[str, str]]]:
-    """gpu -> key -> newest row."""
-    out: dict[str, dict[Key, dict[str, str]]] = {}
+    """gpu -> key -> row of the newest run of its shape, batch and metric."""
+    rows = []
     for path in sorted(paths):
         with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                size = int(row["V"]), int(row["K"]), int(row["B"])
-                key = (row["kernel"], row["provider"], *size, row["dtype"], row["metric"])
-                rows = out.setdefault(row["gpu"], {})
-                if key not in rows or rows[key]["timestamp"] <= row["timestamp"]:
-                    rows[key] = row
+            rows += list(csv.DictReader(file))
+    newest: dict[tuple[str, ...], str] = {}
+    for row in rows:
+        newest[run(row)] = max(newest.get(run(row), ""), row["timestamp"])
+    out: dict[str, dict[Key, dict[str, str]]] = {}
+    for row in rows:
+        if row["timestamp"] == newest[run(row)]:
+            size = int(row["V"]), int(row["K"]), int(row["B"])
+            key = (row["kernel"], row["provider"], *size, row["dtype"], row["metric"])
+            out.setdefault(row["gpu"], {})[key] = row
     return out
+
+
+def run(row: dict[str, str]) -> tuple[str, ...]:
+    """What a later run of the same supersedes."""
+    return tuple(row[name] for name in ("gpu", "kernel", "V", "K", "B", "dtype", "metric"))
 
 
 def bandwidth(rows: dict[Key, dict[str, str]]) -> tuple[float, str]:
@@ -73,12 +83,19 @@ class Shape:
     def __init__(self, rows: dict[Key, dict[str, str]], V: int, K: int, dtype: str) -> None:
         self.rows, self.V, self.K, self.dtype = rows, V, K, dtype
         self.speed = bandwidth(rows)[0]
+        self.copy = max((float(row["p50"]) for key, row in rows.items() if key[0] == "copy"), default=0.0)
         self.batches = sorted({k[4] for k in rows if (k[2], k[3], k[5]) == (V, K, dtype)})
 
     def floor(self, kernel: str, B: int) -> float:
         """us: target logits once, or both logits once."""
         rows = self.K + 1 if kernel == GREEDY else 2 * self.K + 1
         return self.V * B * rows * BYTES[self.dtype] / self.speed * 1e-6
+
+    def measured(self) -> str:
+        """Commits and times of the runs its latencies are from."""
+        mine = [r for k, r in self.rows.items() if (k[2], k[3], k[5], k[6]) == (self.V, self.K, self.dtype, "latency")]
+        runs = sorted({(r["timestamp"], r["commit"][:12]) for r in mine}, reverse=True)
+        return "; ".join(f"commit {commit}, {timestamp}" for timestamp, commit in runs)
 
     def us(self, kernel: str, provider: str, B: int, metric: str = "latency") -> float | None:
         """The median, None where it was not measured."""
@@ -177,6 +194,8 @@ def bars(shape: Shape) -> list[str]:
     line("sglang block + softmaxes / ours", ">= 3, 2.5 at 256", pairwise(over, each(SAMPLED, SGLANG), mine))
     line("plain PyTorch + softmaxes / ours", ">= 8 up to 64", pairwise(over, each(SAMPLED, PLAIN), mine))
     line("ours / floor", "<= 1.7 from 16", pairwise(over, mine, each(SAMPLED, "floor")))
+    floors = [shape.floor(SAMPLED, B) * shape.speed / shape.copy if shape.copy else None for B in shape.batches]
+    line("ours / floor of a copy", "<= 1.7 from 16", pairwise(over, mine, floors))
     line("extra memory, % of logits", "< 2", [shape.us(SAMPLED, MINE, B, "memory") for B in shape.batches])
     return [*lines, ""]
 
@@ -185,18 +204,15 @@ def page(data: dict[str, dict[Key, dict[str, str]]]) -> str:
     """The README."""
     lines = [HEADER]
     for gpu, rows in data.items():
-        any_row = next(iter(rows.values()))
+        newest = max(rows.values(), key=lambda row: row["timestamp"])
         speed, who = bandwidth(rows)
         shapes = sorted({(k[5], k[2], k[3]) for k in rows if k[2]}, key=lambda s: (s[0] != "float32", -s[1], -s[2]))
         lines.append(f"## {gpu}\n")
-        lines.append(
-            f"torch {any_row['torch']}, triton {any_row['triton']}, commit {any_row['commit'][:12]}, "
-            f"{any_row['timestamp']}; floor at {speed:.2f} TB/s ({who}).\n"
-        )
+        lines.append(f"torch {newest['torch']}, triton {newest['triton']}; floor at {speed:.2f} TB/s ({who}).\n")
         lines += [f"![{kernel}]({plot_name(gpu, kernel)})" for kernel in (GREEDY, SAMPLED)]
         for dtype, V, K in shapes:
             shape = Shape(rows, V, K, dtype)
-            lines.append(f"\n### {dtype}, V = {V:,}, K = {K}\n")
+            lines += [f"\n### {dtype}, V = {V:,}, K = {K}\n", f"{shape.measured()}\n"]
             lines += [*table(shape, GREEDY), *table(shape, SAMPLED), *bars(shape), *sweep_table(shape)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -78,9 +78,9 @@ def columns(rows: int, wanted: int, warps: int) -> int:
 
 
 @triton.jit
-def missing(word, EMPTY: tl.constexpr):
-    """Above 0 while some message of the tile is not there."""
-    return tl.max(tl.ravel((word == EMPTY).to(tl.int32)), axis=0)
+def missing(empty):
+    """Above 0 where any of a tile is."""
+    return tl.max(tl.ravel(empty.to(tl.int32)), axis=0)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def published(Words, mask, nothing, EMPTY: tl.constexpr):
     The tile has at least one element a thread (`columns`).
     """
     word = tl.load(Words, mask=mask, other=nothing, volatile=True)
-    while missing(word, EMPTY) > 0:
+    while missing(word == EMPTY) > 0:
         word = tl.load(Words, mask=mask, other=nothing, volatile=True)
     return word
 

@@ -185,7 +185,7 @@ def _prepare_kernel(
             mask = (lane <= live)[:, None] & in_row
             word = tl.load(at, mask=mask, other=0, volatile=True)
             if ONE_HOT:
-                while missing(word, _NO_STATS) > 0:
+                while missing(word == _NO_STATS) > 0:
                     word = tl.load(at, mask=mask, other=0, volatile=True)
             else:
                 z_d = tl.where(known, q * (1.4426950408889634 / tl.load(TempD + slot)), float("-inf"))
@@ -194,7 +194,7 @@ def _prepare_kernel(
                 mask_c = mask_d & (not CHAIN)
                 word_d = tl.load(at_d, mask=mask_d, other=0, volatile=True)
                 cross = tl.load(at_c, mask=mask_c, other=0.0, volatile=True)
-                while missing(word, _NO_STATS) + missing(word_d, _NO_STATS) + missing(cross, _NO_MASS) > 0:
+                while missing((word == _NO_STATS) | (word_d == _NO_STATS) | (cross == _NO_MASS)) > 0:
                     word = tl.load(at, mask=mask, other=0, volatile=True)
                     word_d = tl.load(at_d, mask=mask_d, other=0, volatile=True)
                     cross = tl.load(at_c, mask=mask_c, other=0.0, volatile=True)
@@ -355,6 +355,13 @@ def _mass_kernel(
         i += 1
 
 
+@triton.jit
+def _first_largest(score, index):
+    """The largest of int32 scores, and the least index that has it."""
+    packed = tl.max((score.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64), axis=0)
+    return (packed >> 32).to(tl.int32), 0x7FFFFFFF - packed.to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["chunks"])
 def _finish_kernel(
     Draft, stride_d, Target, target_b, target_r, DraftZ, draft_b, draft_r, V, chunks,
@@ -419,8 +426,8 @@ def _finish_kernel(
         begin, end = 0, V
         if not INJECT:
             word, _, _, _ = _words(seed, step, _PIECE, tau, c)
-            race = tl.where(mass > 0.0, mass / _exponential(word), -1.0)
-            chosen = tl.min(tl.where(race == tl.max(race, axis=0), c, CP), axis=0)
+            race = tl.where(mass > 0.0, (mass / _exponential(word)).to(tl.int32, bitcast=True), -1)
+            _, chosen = _first_largest(race, c)
             begin = tl.where(empty, 0, chosen * CHUNK)
             end = tl.where(empty, V, tl.minimum(chosen * CHUNK + CHUNK, V))
         w_tau = tl.sum(tl.where(here, w, 0.0), axis=0)
@@ -431,7 +438,7 @@ def _finish_kernel(
         draft = b * draft_b + tau.to(tl.int64) * draft_r
         QUARTER: tl.constexpr = CHUNK // 4
         tokens = tl.arange(0, QUARTER)
-        ahead = tl.full([QUARTER], -2.0, tl.float32)
+        ahead = tl.full([QUARTER], -2, tl.int32)  # scores are no less than 0: their bits are in their order
         who = tl.zeros([QUARTER], tl.int32)
         for v0 in range(begin, end, CHUNK):
             if not INJECT:
@@ -452,12 +459,13 @@ def _finish_kernel(
                     noise = _exponential(word2)
                 else:
                     noise = _exponential(word3)
-                score = tl.where(left > 0.0, tl.math.div_rn(left, noise), tl.where(v < end, -1.0, -2.0))
+                score = tl.math.div_rn(left, noise).to(tl.int32, bitcast=True)
+                score = tl.where(left > 0.0, score, tl.where(v < end, -1, -2))
                 take = score > ahead
                 ahead = tl.where(take, score, ahead)
                 who = tl.where(take, v, who)
-        winner = tl.max(ahead, axis=0)
-        bonus = tl.min(tl.where(ahead == winner, who, 0x7FFFFFFF), axis=0).to(tl.int64)
+        _, bonus = _first_largest(ahead, who)
+        bonus = bonus.to(tl.int64)
         tl.store(Length + b, tau)
         tl.store(Bonus + b, bonus)
         if IDS:
@@ -537,13 +545,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Warps of the two passes and of the two small launches; programs a pass has at least (one per chunk at most).
+    """Warps of each launch (stats 0: by `plan`), and how many programs a pass has at least (one per chunk at most).
 
     pdl: programmatic dependent launches where the device has them.
     """
 
-    warps: int = 4
+    stats: int = 0
     prepare: int = 4
+    mass: int = 4
     finish: int = 16
     programs: int = 16384
     pdl: bool = True
@@ -556,6 +565,11 @@ STAGES = 4  # the benchmark leaves later launches out to see where the time goes
 def _per_program(rows: int, chunks: int) -> int:
     """Chunks a program takes so that about TUNING.programs exist."""
     return max(1, min(chunks, rows * chunks // TUNING.programs))
+
+
+def plan(rows: int, logits: Tensor) -> int:
+    """Warps of `stats`: where rows are few each program should be quick."""
+    return 8 if rows <= 128 and logits.element_size() == 4 else 4
 
 
 def verify(launch: Launch, space: Workspace) -> None:
@@ -587,27 +601,27 @@ def verify(launch: Launch, space: Workspace) -> None:
     flags = {"K": K, "HAS_SLOTS": n.slots is not None, "HAS_LIVE": n.live is not None, "ONE_HOT": one_hot}
     exact = {"enable_fp_fusion": False}
     masses = not (n.logits and one_hot)
-    warps = t.warps * (2 if B * (K + 1) <= 128 and q.element_size() == 4 else 1)  # few rows: more of a chunk at once
     if n.logits:
         per = _per_program(B * (K + 1), C)
         _stats_kernel[(triton.cdiv(C, per), K + 1, B)](
             *data, per, *who, w["stats"], w["cross"], CHUNK=space.chunk, CHAIN=n.chain, PDL=pdl, **flags,
-            num_warps=warps,
+            num_warps=t.stats or plan(B * (K + 1), n.target),
         )  # fmt: skip
     flags |= {"LOGITS": n.logits}
     if STAGES < 2:
         return
+    gather = t.prepare * max(1, KP // 8)
     _prepare_kernel[(B,)](
         *data, *who, w["stats"], w["cross"], *noise_key, eta, eta_stride,
         w["row_level"], w["row_sum"], w["w"], w["open"], w["eta"], w["mass"], fault(n.target.device),
-        KP=KP, CP=columns(KP, C, t.prepare), CHAIN=n.chain, INJECT=inject, PDL=pdl, **flags,
-        num_warps=t.prepare, **exact, **(after if n.logits else {}),
+        KP=KP, CP=columns(KP, C, gather), CHAIN=n.chain, INJECT=inject, PDL=pdl, **flags,
+        num_warps=gather, **exact, **(after if n.logits else {}),
     )  # fmt: skip
     if STAGES >= 3 and masses:
         per = _per_program(B, C)
         _mass_kernel[(triton.cdiv(C, per), B)](
             *data, per, B, *who, w["row_level"], w["row_sum"], w["w"], w["open"], w["mass"],
-            KP=KP, CHUNK=space.chunk, PDL=pdl, **flags, num_warps=warps, **exact, **after,
+            KP=KP, CHUNK=space.chunk, PDL=pdl, **flags, num_warps=t.mass, **exact, **after,
         )  # fmt: skip
     if STAGES < 4:
         return
