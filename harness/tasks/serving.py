@@ -116,6 +116,7 @@ def observe(config: Config, run: Run, engine: RunningEngine, group: Sequence[Pla
     foreign = _check_files(engine, config.launch.foreign_adapter)
     run.serve(engine.nonce, engine.how)
     if run.continued is not None and record.server is not None:
+        _tell(run, engine, group)
         _check_version(record.server, server)
         if snapshot is not None:
             run.observe(snapshot.raw.get("files") or {}, _made_of(snapshot), engine.how["image_digest"])
@@ -123,10 +124,7 @@ def observe(config: Config, run: Run, engine: RunningEngine, group: Sequence[Pla
     first = record.server is None and snapshot is not None
     if first:
         record.launch = engine.how | {"attached": engine.nonce is None} | (record.launch or {})
-    if len(record.workload.get("servers") or ()) > 1:
-        told = {"arms": [arm.name for arm in group], "armed": snapshot is not None, "version": server.version}
-        record.launch = record.launch or {}
-        record.launch.setdefault("servers", []).append(told | {"command": engine.how["command"]})
+    _tell(run, engine, group)
     _check_version(record.server, server)
     if not first or snapshot is None or record.launch is None:
         return
@@ -146,6 +144,19 @@ def observe(config: Config, run: Run, engine: RunningEngine, group: Sequence[Pla
         "adapter": {name: value for name, value in snapshot.identity.items() if name != "files"},
     }
     run.observe(snapshot.raw.get("files") or {}, _made_of(snapshot), engine.how["image_digest"])
+
+
+def _tell(run: Run, engine: RunningEngine, group: Sequence[Plan]) -> None:
+    """Of a run with several servers, each of them; once, however often the run is continued."""
+    record, server, arms = run.record, engine.server, [arm.name for arm in group]
+    if len(record.workload.get("servers") or ()) < 2:
+        return
+    record.launch = record.launch or {}
+    told = record.launch.setdefault("servers", [])
+    if all(each["arms"] != arms for each in told):
+        armed, command = server.snapshot is not None, engine.how["command"]
+        told.append({"arms": arms, "armed": armed, "version": server.version, "command": command})
+        run.save()
 
 
 def _made_of(snapshot: Snapshot) -> dict[str, Any]:
