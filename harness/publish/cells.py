@@ -12,8 +12,9 @@ from harness.stats import Estimate
 NOT_RUN = "not run"
 UNKNOWN = "n/a"
 NO_GPU = "no GPU"
+NOT_SCORED = "not scored"
 PER_GPU = "TPS per GPU"
-SHARED = "not measured (shared steps)"
+SHARED = "shared steps"
 WIDTH = "unsupported (verified width follows the load)"
 ACCURACY = ("accuracy", "correct", "accuracy change", "accuracy change, 95 %", "flips", "McNemar p", "detectable")
 TRIPLETS = "triplets kept"  # of a run in blocks: baseline, candidate, baseline
@@ -74,7 +75,8 @@ def _gate(record: Record, arm: str) -> Mapping[str, Any] | None:
 ALONE = "TPS: ids the engine returned over the wall time of the arm's own requests, one at a time on each replica. "
 BLOCKS = (
     "TPS: ids the engine returned over the wall time of the arm's own blocks, several requests at a time. A change is "
-    "the mean over blocks, each against the midpoint of the baseline's before and after it. "
+    "the mean over blocks, each against the midpoint of the baseline's before and after it; a request in shared steps "
+    "has no wall of its own. "
 )
 FOOTNOTE = (
     "* output tokens per verify step, bonus token included. Changes are against the first arm, intervals are 95 %, "
@@ -101,8 +103,8 @@ def arm_cells(record: Record, arm: str) -> dict[str, str]:
 
     tps, length = changed(differ.get("tps")), changed(differ.get("tokens_per_item"))
     wall = changed(differ.get("block_wall") if shared else differ.get("wall_per_item"))
-    points = changed((paired or {}).get("change"), 2, " pp") if scored else ("not scored",) * 2
-    outcomes = {name: str(count) if scored else "not scored" for name, count in found["outcomes"].items()}
+    points = changed((paired or {}).get("change"), 2, " pp") if scored else (NOT_SCORED,) * 2
+    outcomes = {name: str(count) if scored else NOT_SCORED for name, count in found["outcomes"].items()}
     values = {
         "TPS": number(found["tps"]["value"], 1),
         PER_GPU: number(found["tps_per_gpu"]["value"], 1) if found["tps_per_gpu"] else NO_GPU,
@@ -115,13 +117,13 @@ def arm_cells(record: Record, arm: str) -> dict[str, str]:
         "length change": length[0],
         "length change, 95 %": length[1],
         "tokens per step *": number(found["tokens_per_step"]["value"]),
-        "accuracy": percent(found["accuracy"]) if scored else "not scored",
-        "correct": f"{found['outcomes']['correct']}/{scored}" if scored else "not scored",
+        "accuracy": percent(found["accuracy"]) if scored else NOT_SCORED,
+        "correct": f"{found['outcomes']['correct']}/{scored}" if scored else NOT_SCORED,
         "accuracy change": points[0],
         "accuracy change, 95 %": points[1],
-        "flips": flips(paired, base) if scored else "not scored",
-        "McNemar p": p_value(paired, base) if scored else "not scored",
-        "detectable": detectable(paired, base) if scored else "not scored",
+        "flips": flips(paired, base) if scored else NOT_SCORED,
+        "McNemar p": p_value(paired, base) if scored else NOT_SCORED,
+        "detectable": detectable(paired, base) if scored else NOT_SCORED,
         "unparsed": outcomes["unparsed"],
         "truncated": outcomes["truncated"],
         "left out": _left_out(found, scored),

@@ -18,6 +18,7 @@ from harness.publish.cells import bench_table, footnote
 from harness.publish.labels import title
 from harness.records import Record, Row
 
+PART = 3  # arms that fit 80 columns
 WIDE = 240  # where the output is no terminal, nothing is folded
 
 
@@ -83,13 +84,21 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[str]], title: str | No
     console.print(made)
 
 
+def print_parts(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
+    """A table of metrics; on a terminal PART arms at a time, so that a line holds what belongs together."""
+    part = PART if sys.stdout.isatty() and Console().width < WIDE / 2 else len(columns)
+    for first in range(1, len(columns), part):
+        chosen = [0, *range(first, min(first + part, len(columns)))]
+        table([columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows], title)
+
+
 def report(record: Record, folder: Path) -> None:
     """The end of a run: table or gate, verdict with its reasons, where the record lies."""
     if record.task == "gate":
         _gate(record, title(record))
     else:
         columns, rows = bench_table(record)
-        table(columns, rows, title(record))
+        print_parts(columns, rows, title(record))
         print(fill(footnote(rows, list(record.arms)), 80))
     assert record.verdict is not None
     print(f"verdict: {record.verdict.outcome}" + "".join(f"\n  {reason}" for reason in record.verdict.reasons))

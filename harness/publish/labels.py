@@ -203,5 +203,13 @@ def code(record: Record) -> str:
     return text + (" (changes unknown)" if dirty == "unknown" else " with changes" if dirty else "")
 
 
+def thresholds(record: Record) -> str:
+    """What a verdict asks beyond proofs, drift, loops and the A/A row, by the recipe's name."""
+    asked_for = record.identity.config.get("verdict") or {}
+    names = ("tps_gain", "tps_cost", "accuracy_drop", "length_change")
+    found = [f"{name} {asked_for[name]:g}" for name in names if asked_for.get(name) is not None]
+    return f"{asked_for['name']}: {', '.join(found)}" if found else "no threshold"
+
+
 def link(record: Record) -> Link:
     return Link(record.id, f"runs/{record.id}/record.json")

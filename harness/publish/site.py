@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from harness.publish import cells, charts, labels, parts, sections
 from harness.publish.parts import Cell, Link
 from harness.publish.sections import Published
-from harness.publish.selection import AGAIN, Selection, Shown, Sweep, candidate, changes_of, passed
+from harness.publish.selection import AGAIN, Selection, Shown, Sweep, candidate, changes_of, is_candidate, passed
 from harness.records import Record
 from harness.records.read import Loaded
 from harness.records.schema import digest
@@ -66,7 +66,7 @@ def page(results: Path, selection: Selection, figures: Sequence[Published]) -> b
         *(row for sweep in selection.sweeps for row in sections.without_pass(sweep)),
     ]
     text = environment.get_template("site.html.j2").render(
-        findings=[found for each in shown if (found := finding(each))][:FINDINGS],
+        findings=[found for each in shown for found in findings(each)][:FINDINGS],
         columns=COLUMNS,
         groups=groups(shown),
         apart=groups([each for each in selection.benches if not passed(each.record)]),
@@ -157,20 +157,26 @@ def _change(record: Record, arm: str) -> tuple[Estimate | None, Estimate | None]
     return _estimate(found.get("tps")), _estimate((found.get("accuracy") or {}).get("change"))
 
 
-def finding(shown: Shown) -> dict[str, str] | None:
-    """What one bench says of the policy it is about; None where it compares nothing."""
+def findings(shown: Shown) -> list[dict[str, str]]:
+    """What one bench says of each of its candidates, the policy it is about first."""
     record = shown.record
-    arm, baseline = candidate(record), record.summary["baseline"]
-    if arm is None or arm == baseline:
-        return None
-    values = cells.arm_cells(record, arm)
+    baseline, first = record.summary["baseline"], candidate(record)
+    arms = [arm for arm in record.arms if is_candidate(arm) and arm != baseline]
+    return [_finding(record, arm, baseline) for arm in sorted(arms, key=lambda arm: arm != first)]
+
+
+def _finding(record: Record, arm: str, baseline: str) -> dict[str, str]:
+    values, pair = cells.arm_cells(record, arm), _change(record, arm)
+    words = ["" if each is None or not each.low <= 0 <= each.high else ", no change shown" for each in pair]
     return {
         "arm": arm,
         "baseline": baseline,
         "speed": values["TPS change"],
         "speed_range": values["TPS change, 95 %"],
-        "accuracy": values["accuracy change"],
+        "speed_word": words[0],
+        "accuracy": values["accuracy change"] if pair[1] else cells.NOT_SCORED,
         "accuracy_range": values["accuracy change, 95 %"],
+        "accuracy_word": words[1],
         "where": labels.title(record),
         "machine": labels.machine(record),
         "href": f"#{record.id}",
@@ -286,6 +292,7 @@ def drawer(record: Record, arm: str) -> dict[str, Any]:
             ("version", _known(engine.get("version"))),
             ("started", _known(launched.get("kind"))),
             ("command", launched.get("command") or "attached, not started here"),
+            *((f"for {', '.join(each['arms'])}", _server(each)) for each in launched.get("servers") or []),
             ("image", identity.image_digest or "no container"),
         ],
         "Models and data": [
@@ -307,11 +314,18 @@ def drawer(record: Record, arm: str) -> dict[str, Any]:
             ("temperature", f"{kept.temperature:g}"),
             ("counters", _moved(record, arm)),
             ("verdict", _reasons(record, arm)),
+            ("thresholds", labels.thresholds(record)),
         ],
     }
     config = json.dumps(identity.config, indent=1, sort_keys=True, ensure_ascii=False)
     summary = f"{labels.code(record)}, identity {(identity.digest or UNRECORDED)[:12]}"
     return {"facts": facts, "config": config, "summary": summary}
+
+
+def _server(found: Mapping[str, Any]) -> str:
+    """One of several servers of a run that were up side by side."""
+    armed = "with" if found.get("armed") else "without"
+    return f"{armed} the adapter, version {_known(found.get('version'))}: {_known(found.get('command'))}"
 
 
 def _known(value: Any) -> str:
@@ -351,7 +365,8 @@ def _reasons(record: Record, arm: str) -> str:
     outcome, reasons = (own["outcome"], own["reasons"]) if own else ("", [])
     if record.verdict is not None and not own:
         outcome, reasons = record.verdict.outcome, record.verdict.reasons
-    return "; ".join([f"{outcome or 'none'}{'' if own else ', of the whole run'}", *reasons])
+    judged = [f"{name} {each['outcome']}" for name, each in own["criteria"].items()] if own else []
+    return "; ".join([f"{outcome or 'none'}{'' if own else ', of the whole run'}", *judged, *reasons])
 
 
 def adapters(records: Iterable[Record]) -> list[dict[str, Any]]:

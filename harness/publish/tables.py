@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from harness.publish import parts, sections
 from harness.publish.cells import bench_table, footnote
-from harness.publish.labels import code, link, machine, models, title, workload
+from harness.publish.labels import code, link, machine, models, thresholds, title, workload
 from harness.publish.parts import Cell
 from harness.publish.selection import Shown, Sweep, passed, select
 from harness.publish.site import SITE, page
@@ -125,7 +125,8 @@ def _bench(shown: Shown) -> dict[str, Any]:
             f"Asked: {workload(record)}.",
             f"Machine: {machine(record)}. Engine: {engine.get('name')} {engine.get('version')}.",
             f"Run {parts.markdown(link(record))}, {record.created}, {code(record)}, identity "
-            f"{record.identity.digest[:12]}, verdict {record.verdict.outcome}{sections.beside(shown)}.",
+            f"{record.identity.digest[:12]}, verdict {record.verdict.outcome} ({thresholds(record)})"
+            f"{sections.beside(shown)}.",
         ],
         "warnings": _warnings([shown]),
         "outcome": record.verdict.outcome,

@@ -382,3 +382,17 @@ def test_a_row_per_gpu_where_there_is_one(results):
     rows = cells.bench_table(record)[1]
     assert ["TPS per GPU", "12.2", "12.2", "12.2"] in rows
     assert cells.footnote(rows).endswith("Per GPU: over the GPUs of one replica.")
+
+
+@pytest.mark.parametrize(("terminal", "tables"), [(True, 2), (False, 1)])
+def test_many_arms_are_printed_three_at_a_time_on_a_terminal(monkeypatch, terminal, tables):
+    buffer = io.StringIO()
+    buffer.isatty = lambda: terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", buffer)
+    console.print_parts(["metric", "a", "b", "c", "d"], [["TPS", "1", "2", "3", "4"]], "title")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in buffer.getvalue().splitlines()]
+    heads = [line for line in lines if line[:1] == ["metric"]]
+    assert len(heads) == tables
+    assert [name for line in heads for name in line[1:]] == ["a", "b", "c", "d"]
+    assert [cell for line in lines if line[:1] == ["TPS"] for cell in line[1:]] == ["1", "2", "3", "4"]
