@@ -17,6 +17,7 @@ import importlib.util
 import io
 import itertools
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -199,10 +200,13 @@ def multirun(own: Options, wanted: Grid, asked: Manifest, results: Path) -> None
         settings += ["hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null"]
         axes = [f"{axis}={','.join(values)}" for axis, values in wanted.axes.items()]
         overrides = [hydra_override(text) for text in (f"task={own.task}", *wanted.base, *axes)]
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports to its makers unless told
         before = sys.argv
         sys.argv = [before[0], "--multirun", *settings, *wanted.launcher, *overrides]
         try:
             hydra.main(str(RECIPES), "config", version_base="1.3")(_task(asked))()
+        except SystemExit as error:  # Hydra's own end of an error, which is no verdict
+            say(f"sweep {asked.id}: sweep.launcher={own.launcher} ended with status {error.code}, the reason is above")
         finally:
             sys.argv = before
 

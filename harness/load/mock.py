@@ -3,7 +3,7 @@
 It speaks as much of SGLang's native API as the harness and sglang.bench_serving ask for. A request for n tokens is
 answered `BASE_S + n * TOKEN_S` seconds after its last byte came, by one process that does nothing else: answers of one
 length are made once. GET /truth: of each answered request its arrival and departure (CLOCK_MONOTONIC, which all
-processes of a machine share) and its tokens; then it forgets them.
+processes of a machine share) and its tokens; then, and at POST /flush_cache, it forgets them.
 """
 
 from __future__ import annotations
@@ -82,11 +82,14 @@ class Mock(asyncio.Protocol):
         elif path in (b"/server_info", b"/get_server_info", b"/model_info", b"/get_model_info"):
             told = {"version": "mock", "model_path": "mock", "tokenizer_path": "mock", "internal_states": [{}]}
             self.transport.write(_response(json.dumps(told).encode()))
+        elif path == b"/flush_cache":
+            Mock.truth = []
+            self.transport.write(_response(b"{}"))
         else:
             self.transport.write(_response(b"{}"))
 
     def leave(self, arrived: float, tokens: int, content: bytes) -> None:
-        self.truth.append((arrived, time.monotonic(), tokens))
+        Mock.truth.append((arrived, time.monotonic(), tokens))
         self.transport.write(content)
 
 

@@ -39,7 +39,10 @@ def lives(overrides, tmp_path):
 def content(run) -> dict:
     """What does not depend on the clock, the machine's load, or on how often the run was begun."""
     record = run.record
-    rows = [msgspec.to_builtins(row) | dict.fromkeys(TIMES) for row in run.rows]
+    order = sorted(
+        run.rows, key=lambda row: (row.order, row.arm, row.block or 0)
+    )  # of several in flight any may be first
+    rows = [msgspec.to_builtins(row) | dict.fromkeys(TIMES) for row in order]
     counted = {}
     for name, arm in record.arms.items():
         before, after = arm.counters_before or {}, arm.counters_after or {}

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from fake_server import FakeServer
@@ -16,14 +17,21 @@ def engine(pair):
 
 
 @pytest.fixture
-def sweep(overrides, engine, tmp_path):
+def scratch():
+    """Where the sweep's temporary files go; short, since Ray has sockets there."""
+    with tempfile.TemporaryDirectory(prefix="sw") as found:
+        yield found
+
+
+@pytest.fixture
+def sweep(overrides, engine, tmp_path, scratch):
     """Start `python -m harness task=sweep ...` in an empty folder."""
     here = tmp_path / "here"
     here.mkdir()
 
     def start(*more: str) -> subprocess.Popen:
         argv = [sys.executable, "-m", "harness", "task=sweep", *overrides, "launch=attach", f"url={engine.url}"]
-        environment = os.environ | {"PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}
+        environment = os.environ | {"PYTHONPATH": os.getcwd(), "TMPDIR": scratch, "RAY_AUTH_MODE": "disabled"}
         return subprocess.Popen(
             [*argv, "limit=2", *more],
             env=environment,

@@ -82,7 +82,7 @@ def test_a_killed_sweep_loses_nothing_and_repeats_nothing(sweep, engine, tmp_pat
     assert os.listdir(tmp_path / "here") == []
 
 
-def test_a_point_that_fails_is_told_and_the_others_run(sweep, engine, tmp_path):
+def test_a_point_that_fails_is_told_and_the_others_run(sweep, engine, tmp_path, scratch):
     first = START + POINT
     engine.seen = lambda number: 1 / 0 if first < number <= first + 1 else None
     process = sweep("policy.budget=1,2,4")
@@ -94,7 +94,7 @@ def test_a_point_that_fails_is_told_and_the_others_run(sweep, engine, tmp_path):
     told = next(place for place, line in enumerate(lines) if "2/3 policy.budget=2: LaunchError: " in line)
     assert told < next(place for place, line in enumerate(lines) if "3/3 policy.budget=4: starting" in line)
     assert "not run (failed: LaunchError: " in out
-    assert [name for name in os.listdir(tmp_path) if name.startswith("specaccept-sweep")] == []
+    assert [name for name in os.listdir(scratch) if name.startswith("specaccept-sweep")] == []
     engine.seen = lambda number: None
     out, err = finish(sweep("policy.budget=1,2,4"))
     assert "3 points, 2 already complete" in err
