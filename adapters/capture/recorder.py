@@ -48,7 +48,8 @@ SHARD_BLOCKS = 4096
 SHARD_BYTES = 256 << 20
 SHARD_SECONDS = 30.0  # a process that is killed loses no more than this
 BATCH_BLOCKS, BATCH_BYTES = 64, 1 << 20  # what the writer takes at a time: within a cache
-WAKE_SECONDS, WAKE_STEPS = 0.25, 32
+# The writer works seldom and then on many blocks: while it holds the interpreter's lock the engine's thread waits.
+WAKE_SECONDS, WAKE_STEPS, WAKE_SHARE = 2.0, 256, 8
 _DRAWN_COLUMNS = ("log_p", "log_q", "excess", "coin")
 
 
@@ -179,7 +180,8 @@ class Recorder:
             return
         self._added += step.size
         self._queue.append(step)
-        if len(self._queue) >= WAKE_STEPS:
+        waiting = self._added - self._taken
+        if len(self._queue) >= WAKE_STEPS or waiting * WAKE_SHARE >= self.settings.queue_mb << 20:
             self._wake.set()
 
     def _on_cpu(self, blocks: Blocks, keep: list[int]) -> _Step | None:

@@ -125,15 +125,19 @@ def overhead(prompts: int, rounds: int, rows: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         capture = Capture(Settings(Path(folder), rows=rows), engine, options.target, options.draft)
         seconds = np.zeros((rounds * len(work), 2))
-        tokens = np.zeros(2)
+        tokens, own = (
+            np.zeros(2),
+            np.zeros(2),
+        )  # own: CPU seconds of the engine's thread, whatever else the machine does
         for turn in range(-1, rounds):  # the first time through warms up
             for index, prompt in enumerate(work):
                 for side in (0, 1) if index % 2 else (1, 0):
                     engine.capture = capture if side else None
-                    started = time.perf_counter()
+                    started, spent = time.perf_counter(), time.thread_time()
                     done = engine.generate([request(prompt, 128)])[0]
                     if turn >= 0:
                         seconds[turn * len(work) + index, side] = time.perf_counter() - started
+                        own[side] += time.thread_time() - spent
                         tokens[side] += len(done.output)
         capture.close()
         recorder = capture.recorder
@@ -144,4 +148,5 @@ def overhead(prompts: int, rounds: int, rows: bool) -> None:
         f"tokens/s without capture {off:.1f}, with {on:.1f}: ratio {on / off:.4f}, "
         f"median of pairs {np.median(pairs):.4f}"
     )
+    print(f"CPU time of the engine's thread, without over with: {own[0] / own[1]:.4f}")
     print(f"{recorder.blocks} blocks captured, {recorder.dropped} dropped")

@@ -11,6 +11,7 @@ import torch
 from adapters.capture import Settings
 from adapters.policy import Policy
 from harness.config import ROOT, load
+from harness.engines.reference import loading
 from harness.engines.reference.benchmark import prompts_of, read_pair
 from harness.engines.reference.capture import Capture
 from harness.engines.reference.engine import Request
@@ -212,3 +213,19 @@ def test_a_load_that_was_not_measured_is_not_predicted():
     (row,) = predict.predict([outcome], [times], [live])["rows"]
     assert row["predicted_tps"] is None
     assert row["error"] is None
+
+
+def test_an_engine_captures_only_where_it_is_told_to(monkeypatch, tmp_path):
+    options = Options(*map(str, FOLDERS), slots=1, limit=64)
+    assert loading.load(options)[0].capture is None
+    monkeypatch.setenv("SPECACCEPT_CAPTURE", str(tmp_path))
+    monkeypatch.setenv("SPECACCEPT_CAPTURE_RATE", "2")
+    with pytest.raises(loading.LoadError, match="SPECACCEPT_CAPTURE_RATE: expected a number in"):
+        loading.load(options)
+    monkeypatch.delenv("SPECACCEPT_CAPTURE_RATE")
+    engine, _ = loading.load(options)
+    engine.stop()
+    engine.run()  # the end of serving is the end of the capture
+    found = reader.read(tmp_path)
+    assert (found.closed, found.blocks) == (True, 0)
+    assert found.manifest["tokenizer"]["sha256"] is not None
