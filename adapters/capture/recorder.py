@@ -223,13 +223,14 @@ class Recorder:
             tensors["live"] = blocks.live
         inverse = None
         if self._scaled(blocks.temperatures):
-            scale = torch.tensor([1 / t for t in blocks.temperatures], dtype=torch.float32, pin_memory=True)
-            inverse = scale.to(blocks.logits.device, non_blocking=True)
+            inverse = _sent(torch.tensor([1 / t for t in blocks.temperatures]), blocks.logits.device)
         columns = stats.of_logits(blocks.logits, blocks.drafts, blocks.top, inverse)
         columns |= {name: tensor.int() for name, tensor in tensors.items()}
         parts = [_pack(columns, n)]
         if drawn is not None:
-            found = stats.of_probs(blocks.drafts[list(drawn.rows)], drawn.p, drawn.q)
+            every = list(drawn.rows) == list(range(n))
+            at = None if every else _sent(torch.tensor(list(drawn.rows)), blocks.drafts.device)
+            found = stats.of_probs(blocks.drafts if at is None else blocks.drafts[at], drawn.p, drawn.q)
             if drawn.coins is not None:
                 found["coin"] = drawn.coins.float()
             parts.append(_pack(found, len(drawn.rows)))
@@ -242,8 +243,7 @@ class Recorder:
             return None
         for part, into in zip(parts, pinned, strict=True):
             into[: part.numel()].copy_(part.reshape(-1), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        event = _recorded()
         layout = {name: tensor[0].numel() for name, tensor in columns.items()}
         host["columns"] = list(layout.items())
         host["drawn columns"] = [] if drawn is None else [(name, self.drafts) for name in found]
@@ -491,6 +491,22 @@ def _top(widths: Sequence[tuple[str, int]]) -> int:
     return sizes["top_ids"] // sizes["argmax"]
 
 
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory()
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device through pinned memory, without waiting for it."""
+    return _pinned(tensor).to(device, non_blocking=True)
+
+
+def _recorded() -> Any:
+    """An event behind everything that is queued on this stream now."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 class _Pool:
     """Pinned memory, int32 words, at most `limit` bytes of it in all. take: the hot path; give: the writer."""
 
@@ -507,7 +523,7 @@ class _Pool:
             if waiting:
                 taken.append(waiting.popleft())
             elif self.total + 4 * room <= self.limit:
-                taken.append(torch.empty(room, dtype=torch.int32, pin_memory=True))
+                taken.append(_pinned(torch.empty(room, dtype=torch.int32)))
                 self.total += 4 * room
             else:
                 self.give(taken)

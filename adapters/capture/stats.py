@@ -37,7 +37,7 @@ def of_logits(logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | Non
 def _by_kernel(logits: Tensor, drafts: Tensor, inverse: Tensor | None) -> dict[str, Tensor]:
     """In one pass over the vocabulary; in a second one the raw entropy, where some row has a temperature."""
     K = drafts.shape[1]
-    ids = torch.nn.functional.pad(drafts, (0, 1))
+    ids = torch.nn.functional.pad(drafts, (0, 1), value=-1)  # the bonus row has no draft
     scale = None if inverse is None else inverse[:, None].expand(-1, K + 1).contiguous()
     found = rowstats.measure(logits, ids, scale)
     raw = found.entropy if inverse is None else rowstats.measure(logits, ids).entropy

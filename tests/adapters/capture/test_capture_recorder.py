@@ -303,6 +303,26 @@ def test_packed_columns_unpack():
             assert tuple(found[name].shape) == shapes(3, K, V)[name]
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_way_of_a_gpu_ends_in_the_same_columns(tmp_path, monkeypatch, seed):
+    """Without one: packing, pinned memory and its reuse, rows left out, on CPU tensors."""
+    monkeypatch.setattr(recorder, "_pinned", lambda tensor: tensor.clone())
+    monkeypatch.setattr(recorder, "_recorded", lambda: type("Event", (), {"synchronize": lambda self: None})())
+    found = []
+    for way in ("_on_cpu", "_on_device"):
+        made = Recorder(Settings(tmp_path / way, 0.6, True), "test", K, V, ABOUT)
+        monkeypatch.setattr(made, "_on_cpu", getattr(made, way))
+        numbers = [made.enter(f"r{n}", "chain") for n in range(6)]
+        for own, blocks in steps(seed, 6, 40):
+            blocks.requests = [numbers[row] for row in own]
+            made.add(blocks)
+        made.close()
+        assert (made.error, made.dropped) == (None, 0)
+        found.append(reader.read(tmp_path / way, tuple(COLUMNS)).columns | reader.read_rows(made.folder, 0))
+    for name, array in found[0].items():
+        np.testing.assert_allclose(found[1][name], array, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_captures_what_a_cpu_captures(tmp_path, monkeypatch):
