@@ -216,6 +216,13 @@ def per_step(estimate: Estimate) -> str:
     return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
 
 
+def with_interval(estimate: Mapping[str, Any] | None, digits: int) -> str:
+    """`3.62 [3.50, 3.74]` of a record's estimate."""
+    if not estimate or estimate["value"] is None:
+        return "no blocks"
+    return f"{estimate['value']:.{digits}f} {spread(estimate, digits)}"
+
+
 def setting(value: Any) -> str:
     """What a sweep set; null is no limit."""
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -19,6 +19,8 @@ from harness.publish.phases import phases
 from harness.publish.selection import Point, Selection, Shown, Sweep, passed
 from harness.records import Record
 from harness.records.read import Loaded
+from harness.records.sweeps import Manifest, read_sweeps
+from harness.replay.record import Replay, read_all
 
 PUBLISHED = "published.yaml"
 GATES = ("model", "engine", "traffic", "compared", "tokens", "differ", "rate at most (95 %)", "control", "run")
@@ -27,6 +29,7 @@ OTHERS = ("run", "task", "model", "engine", "traffic", "status", "why")
 STATED = ("model", "setting", "policy", "TPS", "change", "tokens per step", "accuracy", "change ", "source", "note")
 OURS = "measured here"
 PHASES = ("run", "arm", "tokens per step", "while thinking", "while answering", "tokens that are thinking")
+REPLAYED = ("policy", "tokens per step, 95 %", "while thinking", "while answering", "change", "95 %")
 POINTS = (
     "TPS",
     "TPS change",
@@ -280,6 +283,89 @@ def histogram(record: Record) -> tuple[list[str], list[list[Cell]]]:
         full = [*found, *[0] * (width - len(found))]
         rows.append([arm, *(f"{100 * n / total:.1f} %" if total else cells.UNKNOWN for n in full)])
     return ["drafts accepted", *map(str, range(width))], rows
+
+
+def replays_of(results: Path) -> list[Replay]:
+    try:
+        return read_all(results)
+    except ValueError as error:
+        raise ConfigError(f"replays: {error}") from None
+
+
+def sweeps_of(results: Path) -> list[Manifest]:
+    try:
+        return read_sweeps(results)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def replayed(replays: Sequence[Replay]) -> list[Replay]:
+    """The newest replay of each capture that passed."""
+    newest = {each.capture["manifest_sha256"]: each for each in replays if each.verdict.outcome == "pass"}
+    return list(newest.values())
+
+
+def replays_apart(replays: Sequence[Replay]) -> list[list[Cell]]:
+    """Replays that did not pass, and those that a newer one of the same capture replaces."""
+    shown = [each.id for each in replayed(replays)]
+    rows: list[list[Cell]] = []
+    for each in replays:
+        if each.id not in shown:
+            about, verdict = each.capture, each.verdict
+            why_ = "; ".join(
+                [f"verdict {verdict.outcome}", *(verdict.reasons or ["a newer one of its capture is shown"])]
+            )
+            capture = f"capture {about['manifest_sha256'][:12]}"
+            link_ = Link(each.id, f"replays/{each.id}/replay.json")
+            rows.append([link_, "replay", about["target"], about["engine"], capture, "complete", why_])
+    return rows
+
+
+def replay_title(replay: Replay) -> str:
+    about = replay.capture
+    return (
+        f"{about['target']} on {about['engine']}, {about['requests']:,} requests, {about['blocks']:,} blocks of "
+        f"{about['policy']}"
+    )
+
+
+def replay_rows(replay: Replay) -> list[list[Cell]]:
+    """A row per policy, points of a grid left to the replay's own record."""
+    rows: list[list[Cell]] = []
+    for entry in replay.policies:
+        if entry.grid:
+            continue
+        found, change = entry.tokens_per_step, entry.change.get("all")
+        if found.get("all") is None:
+            rows.append([entry.name, f"unsupported ({entry.why or 'no reason'})", *["unsupported"] * 4])
+            continue
+        base = entry.name == replay.baseline
+        rows.append(
+            [
+                entry.name,
+                *(cells.with_interval(found.get(phase), 2) for phase in ("all", "think", "answer")),
+                "baseline" if base else cells.change(change),
+                "baseline" if base else cells.interval(change),
+            ]
+        )
+    return rows
+
+
+def replay_facts(replay: Replay) -> list[Cell]:
+    """Where it comes from, and what must be read with it."""
+    code_, about = replay.code, replay.capture
+    commit = f"commit {code_['commit'][:12]}" if code_.get("commit") else f"content {code_['sha256'][:12]}"
+    run = Link(replay.id, f"replays/{replay.id}/replay.json")
+    return [
+        (
+            "Replay ",
+            run,
+            f", {commit}{' with changes' if code_.get('dirty') else ''}, verdict {replay.verdict.outcome}.",
+        ),
+        f"Capture {about['manifest_sha256'][:12]}, seal {(replay.seal or 'none')[:12]}.",
+        *replay.verdict.reasons,
+        *replay.limits,
+    ]
 
 
 def varied(sweep: Sweep) -> list[str]:

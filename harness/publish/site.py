@@ -17,6 +17,7 @@ from harness.publish.selection import AGAIN, Selection, Shown, Sweep, candidate,
 from harness.records import Record
 from harness.records.read import Loaded
 from harness.records.schema import digest
+from harness.replay.record import Replay
 from harness.stats import Estimate
 
 SITE = "site/index.html"
@@ -41,7 +42,7 @@ COLUMNS = (
 SERIES = {"strict": "base", "chain": "base", "unarmed": "base", "asd-b0": "same", "asd": "asd", "block": "block"}
 
 
-def page(results: Path, selection: Selection, figures: Sequence[Published]) -> bytes:
+def page(results: Path, selection: Selection, figures: Sequence[Published], replays: Sequence[Replay] = ()) -> bytes:
     """The whole page. results: where the kernels' CSV files are."""
     environment = Environment(
         loader=PackageLoader("harness", "publish"),
@@ -64,6 +65,7 @@ def page(results: Path, selection: Selection, figures: Sequence[Published]) -> b
         ),
         *(sections.other(run) for run in selection.others),
         *(row for sweep in selection.sweeps for row in sections.without_pass(sweep)),
+        *sections.replays_apart(replays),
     ]
     text = environment.get_template("site.html.j2").render(
         findings=[found for each in shown for found in findings(each)][:FINDINGS],
@@ -92,6 +94,11 @@ def page(results: Path, selection: Selection, figures: Sequence[Published]) -> b
         histograms=[histogram(each.record) for each in shown],
         phase_columns=sections.PHASES,
         phases=[row for each in shown for row in sections.phase_rows(each)],
+        replay_columns=sections.REPLAYED,
+        replays=[
+            (sections.replay_title(each), sections.replay_rows(each), sections.replay_facts(each))
+            for each in sections.replayed(replays)
+        ],
         stated=[
             (kind.capitalize(), [stated(figure, shown) for figure in figures if figure.kind == kind])
             for kind in dict.fromkeys(figure.kind for figure in figures)
@@ -365,7 +372,7 @@ def _reasons(record: Record, arm: str) -> str:
     outcome, reasons = (own["outcome"], own["reasons"]) if own else ("", [])
     if record.verdict is not None and not own:
         outcome, reasons = record.verdict.outcome, record.verdict.reasons
-    judged = [f"{name} {each['outcome']}" for name, each in own["criteria"].items()] if own else []
+    judged = [f"{name} {each['outcome']}" for name, each in own.get("criteria", {}).items()] if own else []
     return "; ".join([f"{outcome or 'none'}{'' if own else ', of the whole run'}", *judged, *reasons])
 
 

@@ -21,7 +21,6 @@ from harness.publish.site import SITE, page
 from harness.records import Record
 from harness.records.read import Loaded, read_all
 from harness.records.run import write_atomically
-from harness.records.sweeps import read_sweeps
 
 README = "README.md"
 PLOTS = "plots"
@@ -41,9 +40,9 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, bytes]:
     """Every derived file, by path below `results`."""
     runs = read_all(results) if runs is None else runs
-    chosen = select(runs, read_sweeps(results))
+    chosen = select(runs, sections.sweeps_of(results))
     measured = [each.record for each in chosen.benches]
-    figures = sections.published(results)
+    figures, replays = sections.published(results), sections.replays_of(results)
     files = {f"{PLOTS}/{each.record.id}.svg": _plot(each.record) for each in chosen.benches}
     environment = Environment(
         loader=PackageLoader("harness", "publish"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -55,6 +54,11 @@ def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, byt
         sweeps=[_sweep(each) for each in chosen.sweeps],
         phase_columns=sections.PHASES,
         phases=[row for each in chosen.benches if passed(each.record) for row in sections.phase_rows(each)],
+        replay_columns=sections.REPLAYED,
+        replays=[
+            (sections.replay_title(each), sections.replay_rows(each), map(parts.markdown, sections.replay_facts(each)))
+            for each in sections.replayed(replays)
+        ],
         gate_columns=sections.GATES,
         gates=[sections.gate(each) for each in chosen.gates],
         gate_warnings=_warnings(chosen.gates),
@@ -74,9 +78,9 @@ def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, byt
             for kind in dict.fromkeys(figure.kind for figure in figures)
         ],
         other_columns=sections.OTHERS,
-        others=[sections.other(run) for run in chosen.others],
+        others=[*(sections.other(run) for run in chosen.others), *sections.replays_apart(replays)],
     )
-    return {README: _tidy(text).encode(), **files, SITE: page(results, chosen, figures)}
+    return {README: _tidy(text).encode(), **files, SITE: page(results, chosen, figures, replays)}
 
 
 def write(results: Path, only: str | None = None) -> None:

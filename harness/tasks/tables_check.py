@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from harness.config import Config
+from harness.config import Config, ConfigError
+from harness.publish.sections import replays_of, sweeps_of
 from harness.publish.tables import PLOTS, README, render
 from harness.records.read import Loaded, read_all
 from harness.records.schema import canonical
@@ -27,7 +28,8 @@ def run(config: Config) -> int:
         print(f"specaccept: tables-check: no run below {config.results.name}/runs: nothing to check", file=sys.stderr)
         return INCONCLUSIVE
     problems = [problem for each in runs for problem in (*each.problems, *recomputed(each))]
-    problems += stale(config.results, runs)
+    unsound = broken(config.results)
+    problems += unsound or stale(config.results, runs)
     for problem in problems:
         print(problem, file=sys.stderr)
     print(f"tables-check: {len(runs)} runs, {len(problems)} problems")
@@ -50,6 +52,17 @@ def recomputed(run: Loaded) -> list[str]:
         for name, (computed, recorded) in pairs.items()
         if canonical(computed) != canonical(recorded)
     ]
+
+
+def broken(results: Path) -> list[str]:
+    """Manifests of sweeps and replays that were edited or do not hold together: nothing can be made of them."""
+    problems = []
+    for read in (sweeps_of, replays_of):
+        try:
+            read(results)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
 
 
 def stale(results: Path, runs: list[Loaded]) -> list[str]:

@@ -13,8 +13,11 @@ from harness.publish.sections import Ours, published
 from harness.publish.selection import select
 from harness.publish.site import SITE, page
 from harness.publish.tables import render, write
+from harness.records import sweeps
 from harness.records.read import read_all
-from harness.records.schema import digest
+from harness.records.schema import Verdict, digest
+from harness.replay.record import Entry, Replay
+from harness.replay.record import write as write_replay
 from harness.stats import Estimate
 from harness.tasks import find
 
@@ -319,3 +322,82 @@ def test_kernels_are_read_from_their_files_alone(results):
     section = text_of(results).partition('<section aria-labelledby="kernels">')[2].partition("</section>")[0]
     cells = ["".join(cell).strip() for cell in Page(section.partition("</p>")[2] or "x").cells]
     assert cells[3:] == ["ours", "11.1", "not run", "theirs", "unsupported (x)", "99"]
+
+
+def replay(results, identifier: str, outcome: str = "pass", **more):
+    """A replay as its task leaves it."""
+    values = [4.5, 4.0, 5.0]
+    estimate = dict(zip(("value", "low", "high"), values, strict=True)) | {"n": 9, "method": "test"}
+    entry = {"rule": "strict", "kind": "deterministic", "why": None, "acceptance": [0.5], "key": "strict"}
+    each = dict.fromkeys(("all", "think"), estimate) | {"answer": None}
+    none = dict.fromkeys(("all", "think", "answer"))
+    made = Replay(
+        id=identifier,
+        created="2026-01-01T00:00:00Z",
+        code={"commit": "0" * 40, "dirty": False, "sha256": "1" * 64},
+        capture={"manifest_sha256": "2" * 64, "target": "pair", "engine": "sglang", "requests": 9, "blocks": 90}
+        | {"policy": "strict"}
+        | more,
+        baseline="strict",
+        policies=[
+            Entry(name="strict", tokens_per_step=each, change=none, **entry),
+            Entry(name="asd", tokens_per_step=each, change=dict.fromkeys(none, estimate | {"value": 0.1}), **entry),
+            Entry(name="grid-1", tokens_per_step=each, change=none, grid=True, **entry),
+            Entry(name="block", tokens_per_step=none, change=none, **entry | {"why": "greedy capture"}),
+        ],
+        reproduced={},
+        pictures={},
+        prediction=None,
+        limits=["Accept length, not accuracy."],
+        notes=[],
+        verdict=Verdict(outcome, [] if outcome == "pass" else ["3 blocks differ"]),
+    )
+    folder = results / "replays" / identifier
+    folder.mkdir(parents=True)
+    write_replay(folder, made, b"<svg/>")
+    return folder
+
+
+def test_replays_are_a_table_with_their_limits_and_failures_are_apart(results, check):
+    replay(results, "20260101T000000Z-00000000")
+    replay(results, "20260102T000000Z-00000000", "fail")
+    write(results)
+    assert check() == (0, "")
+    text = (results / SITE).read_text()
+    section = text.partition('<section aria-labelledby="replayed">')[2].partition("</section>")[0]
+    rows = Page(section.partition("</p>")[2] or "x").cells
+    cells = ["".join(cell).strip() for cell in rows][6:]
+    assert cells[:6] == ["strict", "4.50 [4.00, 5.00]", "4.50 [4.00, 5.00]", "no blocks", "baseline", "baseline"]
+    assert cells[6:12][4:] == ["+10.0 %", "[+400.0, +500.0]"]
+    assert cells[12:] == ["block", "unsupported (greedy capture)", *["unsupported"] * 4]
+    assert "Accept length, not accuracy." in section
+    assert "20260102T000000Z-00000000" not in section
+    assert "3 blocks differ" in apart(text)
+    readme = (results / "README.md").read_text().partition("## Replayed")[2]
+    assert "| asd | 4.50 [4.00, 5.00] |" in readme
+
+
+@pytest.mark.parametrize("name", ["replay", "sweep"])
+def test_an_edited_replay_or_sweep_is_found(results, check, name):
+    if name == "replay":
+        path = replay(results, "20260101T000000Z-00000000") / "replay.json"
+        path.write_text(path.read_text().replace("4.5", "5.5"))
+    else:
+        path = sweeps.write(results, sweeps.manifest("bench", [], {"a": [1]}, [sweeps.Point({"a": 1}, "0" * 64)]))
+        write(results)
+        assert check() == (0, "")
+        path.write_text(path.read_text().replace("bench", "gate"))
+    status, err = check()
+    assert status == 1
+    assert path.stem in err or path.parent.name in err
+
+
+def test_a_run_from_before_a_sweep_counts_for_its_point(results):
+    good = bench(results).record
+    points = [sweeps.Point({"policy.budget": 1}, good.identity.plan), sweeps.Point({"policy.budget": 2}, "0" * 64)]
+    manifest = sweeps.manifest("bench", [], {"policy.budget": [1, 2]}, points)
+    (sweep,) = select(read_all(results), [manifest]).sweeps
+    assert [point.record.id for point in sweep.points] == [good.id]
+    assert sweep.left_out == (({"policy.budget": 2}, None),)
+    assert sweep.planned == 2
+    assert select(read_all(results), [manifest]).benches[0].record.id == good.id  # and stays a bench
