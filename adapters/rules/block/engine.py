@@ -38,7 +38,7 @@ class SampledState:
 
     seeds, steps [slots] int64; temperature, draft_temperature [slots] float32 (only from_logits reads them);
     counts [slots, len(COUNTERS)] int64 since the slot was assigned, accepted drafts under strict_accepted.
-    Beside the logits it needs under 0.1 % of their size. Raises RuleError naming the field.
+    Beside the logits it needs under 0.4 % of their size. Raises RuleError naming the field.
     """
 
     def __init__(

@@ -1,5 +1,7 @@
 """The objects an engine's step holds: ledger by slot, layouts, padding, cuts, counters, noise."""
 
+import math
+
 import pytest
 import torch
 
@@ -210,6 +212,30 @@ def test_kernel_state_equals_oracle_state(rule, logits, one_hot, device, monkeyp
     assert torch.equal(states[0].steps, states[1].steps.cpu())
     assert states[0].steps.tolist() == [3, 0, 3, 0, 3]
     assert torch.equal(states[0].counts, states[1].counts.cpu())
+
+
+def test_coins_settled_by_bounds_fall_as_the_oracle_lets_them(device, monkeypatch):
+    """What is known of S_i before it is summed changes no decision, wherever p and q are alike, peaked or apart."""
+    gen = torch.Generator().manual_seed(11)
+    B, K, V = 12, 3, 24
+    _, zp, zq = sampled_batch(gen, B, K, V, 0.6)
+    zp[:2, :K] = zq[:2]
+    zp[2:4, :K] = zq[2:4] + 0.05 * torch.randn(2, K, V, generator=gen)
+    zp[4:6] = torch.randn(2, K + 1, V, generator=gen) * 4
+    zp[6:8], zq[6:8] = zp[6:8] * 6, zq[6:8] * 6
+    zp[8:10, :, ::2], zq[8:10, :, 1::2] = -math.inf, -math.inf
+    ids = torch.multinomial(zq.softmax(-1).view(-1, V), 1, generator=gen).view(B, K)
+    slots, steps = torch.arange(B), []
+    for on in (torch.device("cpu"), device):
+        if steps and device.type == "cpu":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+        state = SampledState("block", B, K, B, V, on, 16)
+        state.assign(range(B), range(50, 50 + B))
+        steps.append(state.from_logits(ids.to(on), zp.to(on), zq.to(on), slots.to(on)))
+    assert torch.equal(steps[1].length.cpu(), steps[0].length)
+    assert torch.equal(steps[1].bonus.cpu(), steps[0].bonus)
+    assert steps[0].length[:2].tolist() == [K, K], "identical p and q accept everything"
+    assert not steps[0].length[8:10].any(), "nothing in common accepts nothing"
 
 
 def test_answers_do_not_depend_on_the_batch(path, on):
