@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -111,8 +111,13 @@ def judged(client: str, concurrency: int, told: dict[str, Any], seen: Sequence[t
     )
 
 
-def beside(command: str, url: str, concurrency: int, requests: int, tokenizer: str) -> Measured:
-    """sglang.bench_serving on the same mock, same number of requests, equal mean length; its CPU is its process's."""
+def beside(
+    command: str, url: str, concurrency: int, requests: int, tokenizer: str, start: tuple[float, int] = (0.0, 0)
+) -> tuple[Measured, tuple[float, int]]:
+    """sglang.bench_serving on the same mock: same number of requests, equal mean length. Also its CPU and tokens.
+
+    start: CPU and tokens of a run of next to no requests: what it spends on starting is no part of its CPU per token.
+    """
     length = round(fmean(TOKENS))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
@@ -128,26 +133,31 @@ def beside(command: str, url: str, concurrency: int, requests: int, tokenizer: s
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = json.loads(out.read_text().splitlines()[-1])
     seen = truth(url)[1:]  # the first is its warm-up
-    told = {
-        "started": 0.0,
-        "ended": found["duration"],
-        "answers": found["completed"],
-        "tokens": found["total_output_tokens"],
-        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-    }
-    return judged("bench_serving", concurrency, told, seen)
+    cpu, tokens = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, found["total_output_tokens"]
+    told = {"started": 0.0, "ended": found["duration"], "answers": found["completed"], "tokens": tokens, "cpu_s": cpu}
+    measured = judged("bench_serving", concurrency, told, seen)
+    if tokens > start[1]:
+        measured = replace(measured, cpu_token_s=(cpu - start[0]) / (tokens - start[1]))
+    return measured, (cpu, tokens)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.load", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--concurrency", default="1,4,16,64,256", help="requests in flight (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--beside", help="command of sglang.bench_serving; its start counts into its CPU")
+    parser.add_argument("--beside", help="command of sglang.bench_serving, of any environment")
     parser.add_argument("--tokenizer", default="recipes/checkpoints/tiny-qwen3", help="of bench_serving")
     given = parser.parse_args()
     print(HEAD)
     worst = 0.0
     with mock() as url:
+        start = (0.0, 0)
+        if given.beside:
+            try:
+                start = beside(given.beside, url, 1, len(TOKENS), given.tokenizer)[1]
+            except ValueError as error:
+                print(f"bench_serving: not run: {error}")
+                given.beside = None
         for concurrency in map(int, given.concurrency.split(",")):
             mean = fmean(map(service_s, TOKENS))
             requests = len(TOKENS) * max(1, round(given.seconds * concurrency / mean / len(TOKENS)))
@@ -156,7 +166,8 @@ def main() -> int:
             print(found.row(), flush=True)
             if given.beside:
                 try:
-                    print(beside(given.beside, url, concurrency, requests, given.tokenizer).row(), flush=True)
+                    other = beside(given.beside, url, concurrency, requests, given.tokenizer, start)[0]
+                    print(other.row(), flush=True)
                 except ValueError as error:
                     print(f"{'bench_serving':14} {concurrency:4} not run: {error}", flush=True)
     told = "at most" if worst <= MOST_ERROR else "more than"
