@@ -14,7 +14,7 @@ OVERRIDES = $(foreach v,$(VARIABLES),$(if $(value $(v)),$(call quote,$(shell ech
 HARNESS = $(BIN)/python -m harness
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench gate calibrate sweep replay tables tables-check site doctor images test check bench-reference bench-kernels lock clean
+.PHONY: help setup bench gate calibrate sweep replay tables tables-check site doctor images test check bench-reference bench-kernels bench-load lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench-reference: $(STAMP) ## the embedded engine beside transformers' own genera
 
 bench-kernels: $(STAMP) ## acceptance kernels against the memory floor and what engines run today (needs a GPU)
 	@$(BIN)/python -m adapters.rules.benchmark $(ARGS)
+
+bench-load: $(STAMP) ## the client beside the truth of a mock engine, 1 to 256 requests in flight
+	@$(BIN)/python -m harness.load $(ARGS)
 
 test: $(STAMP) ## every test that needs no GPU
 	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
