@@ -239,7 +239,7 @@ def row(record: Record, arm: str, scales: Sequence[float]) -> dict[str, Any]:
                 values,
                 "TPS change",
                 marks[0],
-                [f"{kept} triplets" for kept in [values[cells.TRIPLETS]] if kept[0].isdigit()],
+                [kept.replace(" within", " triplets within") for kept in [values[cells.TRIPLETS]] if kept[0].isdigit()],
             ),
             _pair(values, "wall change"),
             _pair(values, "length change"),
