@@ -75,7 +75,7 @@ def _prediction(found: dict[str, Any]) -> None:
         error = "fitted" if each["fitted"] else "not run" if each["error"] is None else f"{100 * each['error']:+.1f} %"
         rows.append(
             [
-                each["name"],
+                each["name"] + (f", {each['batch']} in flight" if each["batch"] > 1 else ""),
                 "outside the curve" if each["predicted_tps"] is None else f"{each['predicted_tps']:.1f}",
                 "not run" if live is None else f"{live:.1f}",
                 error,
@@ -87,3 +87,5 @@ def _prediction(found: dict[str, Any]) -> None:
         table(["policy", "TPS predicted", "live", "error", "tokens/step replayed", "live"], rows)
         if found["mean_abs_error"] is not None:
             print(f"mean absolute error of predicted TPS: {100 * found['mean_abs_error']:.1f} %")
+    for note in found["notes"]:
+        print(fill(note, 80, initial_indent="- ", subsequent_indent="  "))

@@ -69,6 +69,9 @@ def load(folder: str, manifest: dict[str, Any]) -> Bench:
     ):
         if wanted != seen:
             raise TaskError(f"replay.times: {record.id}: {name}: expected the capture's {wanted!r}, found {seen!r}")
+    if record.verdict is None or record.verdict.outcome == "fail":
+        reasons = "; ".join(record.verdict.reasons) if record.verdict else "no verdict"
+        raise TaskError(f"replay.times: {record.id}: expected a run that did not fail, found {reasons}")
     if ((record.server or {}).get("adapter") or {}).get("capture"):
         raise TaskError(
             f"replay.times: {record.id}: measured while it was being captured: its times are not the engine's"
@@ -169,4 +172,16 @@ def predict(outcomes: Sequence[Outcome], times: Sequence[Bench], live: Sequence[
         "predicted_tps": predicted,
         "rows": checks,
         "mean_abs_error": float(np.mean(errors)) if errors else None,
+        "notes": [note for bench in _once([*times, *live]) if (note := _inconclusive(bench.record))],
     }
+
+
+def _once(benches: Sequence[Bench]) -> list[Bench]:
+    return list({bench.record.id: bench for bench in benches}.values())
+
+
+def _inconclusive(record: Record) -> str | None:
+    """What a run's own verdict says against its times."""
+    if record.verdict is None or record.verdict.outcome == "pass":
+        return None
+    return f"{record.id}: {record.verdict.outcome}: {'; '.join(record.verdict.reasons)}"

@@ -17,6 +17,8 @@ from harness.engines.reference.capture import Capture
 from harness.engines.reference.engine import Request
 from harness.engines.reference.loading import Options, build
 from harness.engines.reference.sampling import Sampling, target_probs
+from harness.records import Row
+from harness.records.schema import Verdict
 from harness.replay import predict, reader, record, rules
 from harness.replay.estimate import Outcome, reproduced
 from harness.replay.table import Table, select
@@ -170,8 +172,6 @@ def test_another_models_tokenizer_is_refused(captured, tmp_path):
 
 
 def bench(steps, prompts, outputs, fixed, prompt, step, batch=1, arm="strict", key="strict"):
-    from harness.records import Row
-
     rows = [
         Row(arm=arm, policy_key=key, order=n, item=str(n), task="math", prompt_sha256="", prompt_tokens=p, steps=s,
             proposed=7 * s, output_ids=[1] * t, wall_s=fixed + prompt * p + step * s)
@@ -180,6 +180,7 @@ def bench(steps, prompts, outputs, fixed, prompt, step, batch=1, arm="strict", k
     total = sum(map(len, (row.output_ids for row in rows))) / sum(row.wall_s for row in rows)
 
     class About:
+        verdict = Verdict("pass", [])
         id, workload, arms = "run", {"concurrency": batch}, {arm: type("Arm", (), {"policy_key": key})}
         summary = {"arms": {arm: {"tps": {"value": total, "low": None, "high": None}}}}
 
