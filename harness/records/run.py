@@ -84,6 +84,7 @@ class Run:
         self.record = record
         self.rows: list[Row] = []
         self.continued: str | None = None
+        self._kept = 0  # rows of earlier segments
         self._journal, self._checkpoints = journal, checkpoints
 
     @classmethod
@@ -206,8 +207,9 @@ class Run:
         record.segments.append(_segment(environment))
         record.status, record.finished, record.error, record.verdict = "incomplete", None, None, None
         record.rows, record.requests_sha256, record.engine_log_sha256 = 0, None, None
-        self._sum()
+        summed(self.record)
         self.continued = f"{last.end} after {covered} answers"
+        self._kept = covered
         self.save()
         with contextlib.suppress(FileNotFoundError):
             (self.folder / REQUESTS).unlink()
@@ -266,16 +268,13 @@ class Run:
         segment.counters = segment.counters | dict(counters)
         segment.shards = segment.shards | dict(shards or {})
         segment.blocks = list(blocks) or segment.blocks
-        segment.rows = sum(row.segment == self.segment for row in self.rows)
-        self._sum()
+        segment.rows = len(self.rows) - self._kept
+        summed(self.record)
         point = Checkpoint(self.segment, len(self.rows), segment.counters, segment.shards, segment.blocks)
         os.fdatasync(self._journal.fileno())
         self._checkpoints.write(msgspec.json.encode(point) + b"\n")
         self._checkpoints.flush()
         os.fdatasync(self._checkpoints.fileno())
-
-    def _sum(self) -> None:
-        summed(self.record)
 
     def observe(self, adapter_files: dict[str, str], engine: dict[str, Any], image_digest: str | None) -> None:
         """What the started engine turned out to be: completes the identity. A continued run must find it again."""
@@ -320,7 +319,7 @@ class Run:
         record.status, record.verdict, record.error = status, verdict, error  # type: ignore[assignment]
         record.finished = now()
         record.segments[-1].end = "finished" if status == "complete" else error or status
-        record.segments[-1].rows = sum(row.segment == self.segment for row in self.rows)
+        record.segments[-1].rows = len(self.rows) - self._kept
         record.rows, record.requests_sha256 = len(self.rows), sha256(path)
         record.engine_log_sha256 = sha256(self.log) if self.log.exists() else None
         self.save()

@@ -39,7 +39,8 @@ PAUSE_S = 0.1  # after a connection that broke: an engine that goes down is seen
 class Session:
     """An open run: its record, items and tokenizer, and the engines while `serving`.
 
-    prompts: input ids by item id, rendered and encoded once. Requests may be asked from several threads.
+    prompts: input ids by item id, rendered and encoded once. answers: (arm, item) that a continued run had before.
+    Requests may be asked from several threads.
     """
 
     config: Config
@@ -48,6 +49,7 @@ class Session:
     run: Run
     _serving: Serving | None = None
     prompts: dict[str, list[int]] = field(default_factory=dict)
+    answers: set[tuple[str, str]] = field(default_factory=set)
     failures: int = 0
     ended: bool = False
     measuring_s: float | None = None
@@ -103,9 +105,8 @@ class Session:
         )
 
     def todo(self, arms: Sequence[Plan], items: Sequence[Item]) -> bool:
-        """Whether any of these was not answered yet: a run that is continued has answers."""
-        done = {(row.arm, row.item) for row in self.run.rows}
-        return any((arm.name, item.id) not in done for arm in arms for item in items)
+        """Whether any of these was not answered before this start: a run that is continued has answers."""
+        return any((arm.name, item.id) not in self.answers for arm in arms for item in items)
 
     @contextmanager
     def block(self, arm: Plan, number: int) -> Iterator[None]:
@@ -298,7 +299,7 @@ def session(
     run = _opened(config, traffic, items | workload | ({"sweep": config.sweep} if config.sweep else {}))
     run.record.arms = {arm.name: arm.record(len(choose(traffic))) for arm in arms}
     summed(run.record)
-    this = Session(config, traffic, words, run)
+    this = Session(config, traffic, words, run, answers={(row.arm, row.item) for row in run.rows})
     try:
         yield this
         assert run.closed, "a task finishes its run"
