@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_sglang_account import B0, STRICT, WIDE, K, V, commit, run
-from test_sglang_block import BLOCK, drafted
+from test_sglang_block import BLOCK, CHAIN, INTERPRETED, drafted
 from toy_engine import ToyWorker, decode, prefilled, request, server_args
 
 from adapters.capture import CaptureError
@@ -54,10 +54,13 @@ def test_greedy_blocks_replay_as_they_ran(adapter, captured, limit):
     assert capture.requests[0]["prompt"] == [1, 2, 3]
 
 
-def test_sampled_blocks_replay_with_their_coins(adapter, captured):
+@pytest.mark.parametrize("policy", [BLOCK, CHAIN], ids=["oracle", "its_own_rule"])
+def test_sampled_blocks_replay_with_their_coins(adapter, captured, policy):
+    if policy == CHAIN and not INTERPRETED:
+        pytest.skip("the engine's sampling kernels need TRITON_INTERPRET=1 on a CPU")
     worker, folder = captured
     rows = 8
-    reqs = [request(f"r{i}", 0.7, BLOCK, max_new_tokens=400) for i in range(rows)]
+    reqs = [request(f"r{i}", 0.7, policy, max_new_tokens=400) for i in range(rows)]
     slots = list(range(1, rows + 1))
     prefilled(worker, reqs, slots)
     lengths = [[] for _ in reqs]
@@ -73,11 +76,11 @@ def test_sampled_blocks_replay_with_their_coins(adapter, captured):
         rows_p.append(torch.softmax(logits / 0.7, -1))
         rows_q.append(q)
     capture = read(adapter, folder)
-    found, notes = table.select(capture, "block")
+    found, notes = table.select(capture, policy.key)
     assert notes == [f"{rows} requests did not end within the capture"]
     assert found.length.reshape(rows, 5).tolist() == lengths
     assert found.drawn.all()
-    assert (rules.survival(BLOCK, found, found.coin.astype(np.float64)).sum(1) == found.length).all()
+    assert (rules.survival(policy, found, found.coin.astype(np.float64)).sum(1) == found.length).all()
     full = reader.read_rows(capture.folders[0], 0)
     np.testing.assert_allclose(full["target_probs"], torch.cat(rows_p).numpy(), atol=1e-6)
     np.testing.assert_allclose(full["draft_probs"], torch.cat(rows_q).numpy(), atol=1e-6)
