@@ -170,6 +170,8 @@ def _in_flight(record: Record) -> list[str]:
     """How far an engine is from equal arithmetic: what is in flight at once, and how often it then repeats itself."""
     count, repeat = record.workload.get("concurrency", 1), record.gates.get("repeat")
     told = [f"{count} in flight"] if count != 1 else []
+    for arm, again in record.gates.get("identity_repeated", {}).items():
+        told.append(f"asked twice: {arm} {again['compared'] - again['mismatches']}/{again['expected']} equal")
     return told + (
         [f"the baseline differs from itself on {repeat['mismatches']}/{repeat['compared']}"] if repeat else []
     )

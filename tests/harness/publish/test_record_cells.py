@@ -5,6 +5,7 @@ from publish_rig import bench
 
 from harness.publish import cells, labels, sections, site
 from harness.publish.selection import Shown
+from harness.records.read import read_all
 from harness.records.schema import Segment
 
 GAIN = {"value": 0.05, "low": 0.04, "high": 0.06, "n": 5, "method": "t"}
@@ -133,3 +134,20 @@ def test_rules_by_engine_are_runs_reasons_or_not_run(record):
     rows = {row[0]: row[1:] for row in sections.rules([record], ["lightllm", "reference"])}
     assert rows["asd"][1] == labels.link(record)
     assert rows["block"] == ["unsupported (argmax drafts)", "not run"]
+
+
+def test_a_gate_says_what_was_in_flight_and_what_was_asked_twice(results):
+    record = next(run.record for run in read_all(results) if run.record.task == "gate")
+    found = record.gates["identity"]
+    assert sections.gate(Shown(record, 0, ()))[2].endswith("16 in flight")  # lists
+    record.workload["concurrency"] = 1
+    assert "in flight" not in sections.gate(Shown(record, 0, ()))[2]
+    record.workload["concurrency"] = 8
+    record.gates["repeat"] = found | {"mismatches": 1, "compared": 6}
+    record.gates["identity_repeated"] = {"asd-b0": found | {"compared": 5, "expected": 6}}
+    cell = sections.gate(Shown(record, 0, ()))[2]
+    for words in ("8 in flight", "asked twice: asd-b0 5/6 equal", "the baseline differs from itself on 1/6"):
+        assert words in cell
+    del record.gates["identity"], record.gates["control"]
+    row = sections.gate(Shown(record, 0, ()))
+    assert row[3:8] == [*["not compared"] * 4, "none"]
