@@ -100,3 +100,23 @@ def test_never_begins_another_run(lives, tmp_path):
     with pytest.raises(ValueError, match="too many values"):
         lives(None, more=("resume=never",))
     assert sorted(run.record.status for run in read_all(tmp_path / "results")) == ["complete", "incomplete"]
+
+
+def test_a_run_whose_engine_died_goes_on_when_asked_and_survives_a_start_that_fails(harness, tmp_path):
+    status, _, _ = harness(fault="die", after=12)  # the fifth measured answer is the first of the second item
+    assert status == 2
+    status, _, err = harness("resume=failed", fault="refuse")
+    assert status == 2
+    (run,) = read_all(tmp_path / "results")
+    assert run.record.status == "incomplete"  # nothing was asked: what there is can still be continued
+    status, _, err = harness()
+    (run,) = read_all(tmp_path / "results")
+    assert run.problems == []
+    assert run.record.status == "complete", err
+    assert [(segment.rows, segment.unproven, len(segment.nonces)) for segment in run.record.segments] == [
+        (3, 6, 1),
+        (0, 0, 0),
+        (15, 0, 1),
+    ]
+    assert all(row.error is None for row in run.rows)
+    assert recomputed(run) == []
