@@ -209,6 +209,20 @@ def test_the_task_writes_the_page_alone(results):
     assert (results / SITE).read_bytes() == render(results)[SITE]
 
 
+def test_a_bench_that_scores_nothing_says_so_once_in_its_finding(results):
+    def change(record):
+        config_of(record)["seed"] = 7
+        for found in record["summary"]["arms"].values():
+            found["outcomes"] = dict.fromkeys(found["outcomes"], 0)
+            if "change" in found:
+                found["change"]["accuracy"]["change"].update(value=None, low=None, high=None)
+
+    record = again(results, change)
+    findings = text_of(results).partition('<ul class="findings">')[2].partition("</ul>")[0]
+    own = next(part for part in findings.split("<li>") if f"#{record.id}" in part)
+    assert own.count("not scored") == 1
+
+
 def test_markup_in_a_record_is_text(results):
     again(results, lambda record: record["environment"].update(cpu="<script>alert(1)</script>"))
     text = text_of(results)
