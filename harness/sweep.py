@@ -178,7 +178,11 @@ def run(arguments: Sequence[str]) -> int:
     own, overrides = options(arguments)
     wanted = grid(overrides)
     asked, results = planned(own.task, wanted)
-    write(results, asked)
+    try:
+        write(results, asked)
+    except OSError as error:
+        found = f"{results}: {error.strerror}"
+        raise ConfigError(f"out: expected a folder that can be written, found {found}") from None
     todo = [point for point in asked.points if complete(results / "runs", point.plan) is None]
     there = len(asked.points) - len(todo)
     say(f"sweep {asked.id}: {len(asked.points)} points, {there} already complete")

@@ -120,6 +120,10 @@ def test_ray_runs_the_points_on_a_local_cluster(sweep, tmp_path):
         (("policy.budget=1,2", "sweep.size=1"), "unknown override sweep.size"),
         (("policy.budjet=1,2",), "budjet"),
         (("policy=asd,no-such",), "policy: expected one of"),
+        (
+            ("policy.budget=1,2", "out=/proc/nobody/writes/here"),
+            "out: expected a folder that can be written, found /proc/",
+        ),
         (("policy.budget=interval(1,2)",), "policy.budget: expected values to try in turn"),
     ],
 )
