@@ -140,12 +140,14 @@ def prove(
     shared: Sequence[Row] = (),
     sampled: Sequence[Row] = (),
     repeated: bool = False,
+    running: bool = False,
 ) -> list[Problem]:
     """What speaks against this arm; empty when its policy demonstrably ran on exactly these requests.
 
     block_size: K, where it is known. shared: rows of other arms that moved the same counters. sampled: rows of sampled
     requests to a server whose one policy this is: the engine's own rule serves them, and the adapter says how many.
-    repeated: every prompt was asked twice, and found in the prefix cache the second time.
+    repeated: every prompt was asked twice, and found in the prefix cache the second time. running: what the rows say of
+    drafts are totals read while the engine added to them.
     """
     answered = [row for row in rows if row.error is None]
     failed = len(rows) - len(answered)
@@ -159,7 +161,7 @@ def prove(
     unsure = failed + len(shared) - len(others) + len(sampled) - len(aside)
     only = 0 if arm.policy_key == "strict" else len(aside)
     counted = _drafting(name, _told(answered)) if policy is None else _counts(name, arm, answered, others, unsure, only)
-    limits = impossible(name, policy or Policy("strict"), answered, block_size)
+    limits = impossible(name, policy or Policy("strict"), answered, block_size, running)
     if policy is not None:
         limits += _totals(name, arm, [*answered, *others], unsure)
     broken = [Problem("fail", text) for text in limits]
@@ -172,13 +174,16 @@ def prove(
     return [problem for problem in found if problem is not None]
 
 
-def prove_sampled(name: str, arm: Arm, rows: Sequence[Row], block_size: int | None) -> list[Problem]:
+def prove_sampled(
+    name: str, arm: Arm, rows: Sequence[Row], block_size: int | None, running: bool = False
+) -> list[Problem]:
     """Of sampled requests to a server without a policy for them: answered by the engine's own rule, nothing relaxed."""
     answered = [row for row in rows if row.error is None]
     problems = [_missing(name, arm, rows, len(rows) - len(answered)), *_drafting(name, _told(answered))]
     if others := sorted({row.policy_key for row in answered} - {"strict", UNARMED}):
         problems.append(Problem("fail", f"{name}: answers under policy {others[0]!r}, expected the engine's own"))
-    problems += [Problem("fail", text) for text in impossible(name, Policy("strict"), answered, block_size)]
+    limits = impossible(name, Policy("strict"), answered, block_size, running)
+    problems += [Problem("fail", text) for text in limits]
     return [problem for problem in problems if problem is not None]
 
 

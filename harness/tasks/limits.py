@@ -17,15 +17,17 @@ ROUNDING_SHARE = 0.01  # answers that other batch shapes may round to another ar
 EPSILON = 2.0**-24  # half a unit in the last place of float32, the ledger's arithmetic
 
 
-def impossible(name: str, policy: Policy, rows: Sequence[Row], block_size: int | None) -> list[str]:
+def impossible(
+    name: str, policy: Policy, rows: Sequence[Row], block_size: int | None, running: bool = False
+) -> list[str]:
     """A line for each kind of limit that some answer breaks, with the first item that does.
 
-    block_size: K, where it is known.
+    block_size: K, where it is known. running: steps and drafts are totals read while the engine adds to them.
     """
     checks: list[Callable[[Row], str | None]] = [
         _verified,
         _histogram,
-        lambda row: _drafted(row, block_size),
+        lambda row: _running(row, block_size) if running else _drafted(row, block_size),
         _clock,
         lambda row: _spent(row, policy),
         lambda row: _relaxed(row, policy),
@@ -69,6 +71,34 @@ def _drafted(row: Row, block_size: int | None) -> str | None:
         return f"drafts verified: expected at most {block_size} in each of {row.steps} steps, found {row.proposed}"
     if any(row.histogram[block_size + 1 :]):
         return f"histogram: expected at most {block_size} accepted drafts in a step, found {len(row.histogram) - 1}"
+    return None
+
+
+def _running(row: Row, block_size: int | None) -> str | None:
+    """Of totals that another process reads one by one, as they lie in its memory, when it takes the last id.
+
+    LightLLM adds a step to three of them in this order, before the step's ids are there: accepted drafts, verified
+    rows, steps; they are read in that order, too. The last id is of some step f, and one more may be in flight by then:
+    which steps are finished is known before the one after it starts. So each total is of f or f + 1 steps:
+
+    - rows of f + 1 and steps of f: proposed (the difference) has K + 1 more than K per step; never more;
+    - accepted of f + 1, rows of f, steps of f + 1: accepted exceeds proposed by the K of a step and the 1 of the other;
+    - f + 1 whole steps: beyond the ids lie up to K of step f, cut at the end, and K + 1 of the step in flight.
+    """
+    if min(row.accepted, row.proposed) < 0:
+        return f"accepted drafts, drafts verified: expected 0 or more, found {row.accepted}, {row.proposed}"
+    if block_size is None:
+        return None
+    one = block_size + 1
+    if row.accepted > min(row.proposed + one, block_size * (row.steps + 1)):
+        most = f"{row.proposed} (proposed) + {one}, and at most {block_size} in each of {row.steps} + 1 steps"
+        return f"accepted drafts: expected at most {most}, found {row.accepted}"
+    if row.proposed > block_size * row.steps + one:
+        most = f"{block_size} in each of {row.steps} steps + {one} of one in flight"
+        return f"drafts verified: expected at most {most}, found {row.proposed}"
+    if row.accepted + row.steps > len(row.output_ids) + block_size + one:
+        most = f"{len(row.output_ids)} ids + {block_size} cut + {one} of one in flight"
+        return f"accepted drafts + steps: expected at most {most}, found {row.accepted} + {row.steps}"
     return None
 
 

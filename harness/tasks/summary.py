@@ -22,6 +22,7 @@ from harness.tasks.limits import contradictions
 
 OUTCOMES = ("correct", "wrong", "unparsed", "truncated")
 DETERMINISTIC = ("enable-deterministic-inference", "deterministic")  # flags of SGLang, of the embedded engine
+RUNNING_TOTALS = ("lightllm",)  # APIs whose own counters of a request are read while its last steps are added
 MORE_MISMATCHES = 0.01  # level at which an arm differs from the baseline more than the baseline from itself
 MORE_LOOPS = 0.02  # share of items that may loop beyond the baseline's before a row is not publishable
 
@@ -349,12 +350,13 @@ def judge(record: Record, rows: Sequence[Row]) -> tuple[dict[str, Any], Verdict]
 def _proof(record: Record, arms: Mapping[str, list[Row]], shared: Mapping[str, list[str]], name: str) -> list[Problem]:
     arm, mixed, config = record.arms[name], record.workload.get("mixed", {}), record.identity.config
     size = config["model"].get("block_size")
+    running = policy_of(arm) is None and config["engine"].get("api") in RUNNING_TOTALS
     alone = not config["engine"].get("per_request_policy", True)  # a server has one policy, for whatever is asked
     if name in mixed and (alone or policy_of(arm) is None):
-        return prove_sampled(name, arm, arms[name], size)
+        return prove_sampled(name, arm, arms[name], size, running)
     others = [row for other in shared.get(name, []) for row in arms[other]]
     sampled = [row for other, beside in mixed.items() if alone and beside == name for row in arms[other]]
-    return prove(name, arm, arms[name], size, others, sampled, record.workload.get("passes", 1) > 1)
+    return prove(name, arm, arms[name], size, others, sampled, record.workload.get("passes", 1) > 1, running)
 
 
 def _identities(record: Record, arms: Mapping[str, list[Row]], gates: dict[str, Any]) -> list[Problem]:
