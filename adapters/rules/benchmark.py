@@ -437,7 +437,6 @@ def sweep_block(sets: list[Data], slots: Tensor) -> list[tuple[float, str]]:
         ("chunks of 1024", 1024, {}),
         ("chunks of 4096", 4096, {}),
         ("4096 programs", CHUNK, {"programs": 4096}),
-        ("4 warps for stats", CHUNK, {"stats": 4}),
         ("8 warps for stats", CHUNK, {"stats": 8}),
         ("8 warps for mass", CHUNK, {"mass": 8}),
         ("2 warps to prepare", CHUNK, {"prepare": 2}),

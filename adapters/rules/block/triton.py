@@ -545,12 +545,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Warps of each launch (stats 0: by `plan`), and how many programs a pass has at least (one per chunk at most).
+    """Warps of each launch, and how many programs a pass has at least (one per chunk at most).
 
     pdl: programmatic dependent launches where the device has them.
     """
 
-    stats: int = 0
+    stats: int = 4
     prepare: int = 4
     mass: int = 4
     finish: int = 16
@@ -565,11 +565,6 @@ STAGES = 4  # the benchmark leaves later launches out to see where the time goes
 def _per_program(rows: int, chunks: int) -> int:
     """Chunks a program takes so that about TUNING.programs exist."""
     return max(1, min(chunks, rows * chunks // TUNING.programs))
-
-
-def plan(rows: int, logits: Tensor) -> int:
-    """Warps of `stats`: where rows are few each program should be quick."""
-    return 8 if rows <= 128 and logits.element_size() == 4 else 4
 
 
 def verify(launch: Launch, space: Workspace) -> None:
@@ -605,7 +600,7 @@ def verify(launch: Launch, space: Workspace) -> None:
         per = _per_program(B * (K + 1), C)
         _stats_kernel[(triton.cdiv(C, per), K + 1, B)](
             *data, per, *who, w["stats"], w["cross"], CHUNK=space.chunk, CHAIN=n.chain, PDL=pdl, **flags,
-            num_warps=t.stats or plan(B * (K + 1), n.target),
+            num_warps=t.stats,
         )  # fmt: skip
     flags |= {"LOGITS": n.logits}
     if STAGES < 2:
