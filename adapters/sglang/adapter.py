@@ -27,7 +27,7 @@ from adapters.rules import block, sampling
 from adapters.rules.asd import BUDGET, AsdConfig
 from adapters.sglang import seams
 from adapters.sglang.capture import Capture, Pending
-from adapters.sglang.ledger import STRICT, Detail, Ledger, to_device, to_host
+from adapters.sglang.ledger import STRICT, Copied, Detail, Ledger, to_device, to_host
 from adapters.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,12 @@ class State:
     verified: int = 0
     lengths: list[int] = field(default_factory=list)
     rejections: list[tuple[float, int, int]] | None = None  # kept where the request asks for them
+    native: bool = False  # the engine's own accept gives this request's answer and all that its counters need
+
+    @cached_property
+    def walks(self) -> bool:
+        """Whether its blocks need the walk. At budget 0 they are strict's, and every rejection is for lack of budget."""
+        return self.rule == "asd" and self.policy.budget != 0
 
     @cached_property
     def key(self) -> str:
@@ -93,7 +99,7 @@ class Step:
 
     states: list[State | None]
     slots: Tensor  # [B] int64
-    detail: Detail | None = None  # some row is under ASD
+    detail: Detail | None = None  # some row is under ASD with a budget
     rejected: Tensor | None = None  # [B] float32: regret of the first draft that failed, where some row keeps them
     keeps: bool = False
     sampled: list[str | None] | None = None  # the rule of each sampled row, where some row's is not the engine's
@@ -164,6 +170,8 @@ class Adapter:
         state = State(policy, self.native_sampled if rule == "chain" else rule, fallback)
         if rule in GREEDY_RULES and (req.sampling_params.custom_params or {}).get(REJECTIONS) is True:
             state.rejections = []
+        exact = rule == "strict" or state.rule == self.native_sampled or (rule == "asd" and not state.walks)
+        state.native = exact and state.rejections is None
         return state
 
     # -- device side --------------------------------------------------------------------------------------------
@@ -182,7 +190,8 @@ class Adapter:
         try:
             result = original(worker, batch, *args, **kwargs)
             if self.step.detail is not None:
-                result.specaccept = self.step.detail.to_host()
+                assert self.ledger is not None
+                result.specaccept = self.ledger.copy(self.step.detail)
             if self.step.rejected is not None:
                 result.specaccept_rejected = to_host(self.step.rejected)
             return result
@@ -196,7 +205,7 @@ class Adapter:
         for req, state in zip(reqs, states, strict=True):
             if state is not None:
                 state.outputs = len(req.output_ids) + 1  # the prefill emits one id itself
-        if self.ledger is None and any(s is not None and s.rule == "asd" for s in states):
+        if self.ledger is None and any(s is not None and s.walks for s in states):
             assert self.worker is not None
             self.ledger = Ledger(self.worker.slots(), self.worker.device)
         if self.ledger is not None:
@@ -211,20 +220,19 @@ class Adapter:
     def begin(self, reqs: Sequence[Any], slots: Tensor) -> Step | None:
         """The Step of a decode batch, or None where the engine's own rules serve all of it."""
         states = [req.__dict__.get(STATE) for req in reqs]
-        rules = [None if s is None else s.rule for s in states]
-        sampled = [
-            (rule or self.native_sampled) if is_sampled(req) else None for req, rule in zip(reqs, rules, strict=True)
-        ]
-        foreign = any(rule not in (None, self.native_sampled) for rule in sampled)
-        keeps = any(s is not None and s.rejections is not None for s in states)
-        plain = self.arming.verify_cap is None and "asd" not in rules and not foreign and not keeps
+        plain = self.arming.verify_cap is None and all(s is None or s.native for s in states)
         if plain and self.capture is None:
             return None
+        sampled = [
+            (self.native_sampled if s is None else s.rule) if is_sampled(req) else None
+            for req, s in zip(reqs, states, strict=True)
+        ]
         assert self.worker is not None
-        step = Step(states, slots, keeps=keeps)
-        if "asd" in rules:
-            step.detail = Detail(len(reqs), self.worker.drafts, self.worker.device)
-        if foreign:
+        step = Step(states, slots, keeps=any(s is not None and s.rejections is not None for s in states))
+        if any(s is not None and s.walks for s in states):
+            assert self.ledger is not None
+            step.detail = self.ledger.detail(len(states), self.worker.drafts)
+        if any(rule not in (None, self.native_sampled) for rule in sampled):
             step.sampled = sampled
         if self.capture is not None:
             step.pending = self.capture.begin(reqs, [rule is not None for rule in sampled])
@@ -295,7 +303,8 @@ class Adapter:
     def greedy(self, original: Callable, *, candidates: Tensor, target_predict: Tensor) -> tuple[Tensor, Tensor]:
         """Around the engine's prefix match, which has its argmax: candidates, target_predict [B, K+1] int64.
 
-        Rows that are not under ASD have strict parameters, so a mixed batch needs no mask.
+        Rows that are not under ASD have strict parameters, so a mixed batch needs no mask; where no row has a budget
+        the engine's own match is the answer.
         """
         step = self.step
         if step is None or step.logits is None:
@@ -315,13 +324,16 @@ class Adapter:
     ) -> tuple[Tensor, Tensor]:
         assert self.ledger is not None
         assert step.logits is not None
-        assert step.detail is not None
         B, W = candidates.shape
         top = target_predict.contiguous()
         length, bonus = self.ledger.accept(
-            candidates[:, 1:], step.logits.view(B, W, -1), top, step.slots.long(), step.live, step.detail
+            candidates[:, 1:],
+            step.logits.view(B, W, -1),
+            top,
+            step.slots.long(),
+            step.live,
+            self.length_dtype,
         )
-        length = length.to(self.length_dtype)
         if step.live is None:
             return length, bonus
         # The engine caps what it gets and reports how much it cut: give it the run strict would have gone on with.
@@ -381,7 +393,7 @@ class Adapter:
             self.capture.settle(req, len(req.output_ids_through_stop))
         original(processor, req, batch, result, i, logits_output)
 
-    def account(self, state: State, outputs: int, result: Any, i: int, detail: Detail | None) -> None:
+    def account(self, state: State, outputs: int, result: Any, i: int, detail: Copied | None) -> None:
         """Book row i of a step: outputs is what the request has by now, the stop condition included."""
         assert self.worker is not None
         kept, state.outputs = outputs - state.outputs, outputs
@@ -396,8 +408,11 @@ class Adapter:
         state.lengths.append(int(accepted))
         if state.rejections is not None and committed == accepted < live:
             state.rejections.append((float(result.specaccept_rejected[i]), accepted, live))
-        if state.rule != "asd":
+        if not state.walks:
             counters.strict_accepted += committed
+            if state.rule == "asd" and committed == accepted < live:
+                counters.budget_exhausted += 1
+                state.exhausted += 1
             return
         assert detail is not None
         bits, stop = detail.rows
@@ -550,7 +565,7 @@ class Adapter:
         kept, self.ledger = self.ledger, Ledger(2, device)
         configs = [AsdConfig(budget=2.0), AsdConfig(budget=0.0)]
         self.ledger.assign(torch.arange(2, device=device), configs, [0.0, 0.0])
-        self.step = Step([None, None], torch.arange(2, device=device), Detail(2, K, device))
+        self.step = Step([None, None], torch.arange(2, device=device), self.ledger.detail(2, K))
         self.step.logits = toy["target_logits"]
         try:
             length, _, _ = accept_greedy.execute(**toy)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,73 +40,118 @@ class Detail:
     before [B] float32: the ledger before the block.
     """
 
-    def __init__(self, rows: int, drafts: int, device: torch.device, buffer: Tensor | None = None) -> None:
+    def __init__(self, rows: int, drafts: int, device: torch.device, pinned: bool = False) -> None:
         self.shape = (rows, drafts)
         sizes = [rows * drafts * 4, rows * 4, rows * 4, rows * 4, rows]
-        self.buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device) if buffer is None else buffer
+        self.buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device, pin_memory=pinned)
         charge, before, bits, relaxed, stop = self.buffer.split(sizes)
         self.before, self.bits = before.view(torch.float32), bits.view(torch.int32)
         self.report = Report(
             charge.view(torch.float32).view(rows, drafts), relaxed.view(torch.int32), stop.view(torch.int8)
         )
 
-    def to_host(self) -> Detail:
-        """Starts the copy; it is complete when the engine's own result copy is."""
-        return Detail(*self.shape, torch.device("cpu"), to_host(self.buffer))
+
+class Copied:
+    """A step's Detail on the host, complete when the engine's own result copy is.
+
+    Its memory returns to `spare` once the engine lets go of the step's result: a later copy into it comes behind this
+    one in the stream, read or not.
+    """
+
+    def __init__(self, source: Detail, spare: list[Detail]) -> None:
+        on_device = source.buffer.is_cuda
+        self.detail = spare.pop() if spare else Detail(*source.shape, torch.device("cpu"), pinned=on_device)
+        self.spare = spare
+        self.detail.buffer.copy_(source.buffer, non_blocking=on_device)
+
+    def __del__(self) -> None:
+        self.spare.append(self.detail)
+
+    @property
+    def report(self) -> Report:
+        return self.detail.report
 
     @cached_property
     def rows(self) -> tuple[list[int], list[int]]:
-        """bits and stop as lists, read once per step: only of a host copy, and only when it is complete."""
-        return self.bits.tolist(), self.report.stop.tolist()
+        """bits and stop as lists, read once per step, and only when the copy is complete."""
+        return self.detail.bits.tolist(), self.report.stop.tolist()
 
 
 class Ledger:
-    """spent [slots] float32 and Params [slots]; a slot nobody wrote is strict."""
+    """spent [slots] float32 and Params [slots], rows of one table; a slot nobody wrote is strict.
+
+    The step buffers of each batch size are made once: a step reads its Detail back in the stream that the next one
+    writes it in.
+    """
 
     def __init__(self, slots: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.spent = torch.zeros(slots, dtype=torch.float32, device=self.device)
-        self.params = as_params(STRICT, slots, self.device)
+        width = -(-slots // 4) * 4  # every row begins at a multiple of 16 bytes, as the kernel likes its pointers
+        self.table = table([STRICT] * width, [0.0] * width).to(self.device)
+        self.spent, budget, gate = self.table[:3].view(torch.float32)[:, :slots]
+        self.params = Params(budget, gate, self.table[3, :slots], self.table[4, :slots])
+        self._details: dict[tuple[int, int], tuple[Detail, list[Detail]]] = {}
+        self._walks: dict[tuple[int, int, bool], Any] = {}
 
     def assign(self, slots: Tensor, configs: Sequence[AsdConfig], spent: Sequence[float]) -> None:
-        """slots [n] int64 on the device; one config and the regret spent so far (nats) per slot."""
-        rows = as_params(configs, len(configs), torch.device("cpu"))
-        self.spent.index_copy_(0, slots, to_device(torch.tensor(spent, dtype=torch.float32), self.device))
-        for table, row in zip(self.params, rows, strict=True):
-            table.index_copy_(0, slots, to_device(row, self.device))
+        """slots [n] int64 on the device; one config and the regret spent so far (nats) per slot. One copy, one launch."""
+        self.table.index_copy_(1, slots, to_device(table(configs, spent), self.device))
+
+    def detail(self, rows: int, drafts: int) -> Detail:
+        """Where a step of this size says what it did: overwritten by the next."""
+        key = (rows, drafts)
+        if key not in self._details:
+            self._details[key] = (Detail(rows, drafts, self.device), [])
+        return self._details[key][0]
+
+    def copy(self, detail: Detail) -> Copied:
+        """Starts the copy of a `detail` of this ledger."""
+        return Copied(*self._details[detail.shape])
 
     def accept(
-        self, draft_ids: Tensor, logits: Tensor, top: Tensor, slots: Tensor, live: Tensor | None, detail: Detail
+        self,
+        draft_ids: Tensor,
+        logits: Tensor,
+        top: Tensor,
+        slots: Tensor,
+        live: Tensor | None,
+        dtype: torch.dtype = torch.int32,
     ) -> Accepted:
         """Walk a verified block on top of the engine's own argmax, and charge.
 
         draft_ids [B, K] int64, rows may be strided; logits [B, K+1, V]; top [B, K+1] int64; slots [B] int64;
-        live [B] int or None: K; detail filled in place.
+        live [B] int or None: K; dtype: of the lengths. The `detail` of this size is filled.
         """
         B, K = draft_ids.shape
+        detail = self.detail(B, K)
         if use_kernel(draft_ids):
-            from adapters.rules.asd.triton import Launch, walk
-
-            length = torch.empty(B, dtype=torch.int32, device=self.device)
+            length = torch.empty(B, dtype=dtype, device=self.device)
             bonus = torch.empty(B, dtype=torch.int64, device=self.device)
-            launch = Launch(
-                draft_ids,
-                logits,
-                length,
-                bonus,
-                self.spent,
-                self.params,
-                slots=slots,
-                live=live,
-                report=detail.report,
-                before=detail.before,
-                bits=detail.bits,
-            )
-            walk(launch, top)
+            key = (B, K, live is not None)
+            if key not in self._walks:
+                from adapters.rules.asd.triton import Launch, Walk
+
+                self._walks[key] = Walk(
+                    Launch(
+                        draft_ids,
+                        logits,
+                        length,
+                        bonus,
+                        self.spent,
+                        self.params,
+                        slots=slots,
+                        live=live,
+                        report=detail.report,
+                        before=detail.before,
+                        bits=detail.bits,
+                    )
+                )
+            self._walks[key](draft_ids, top, logits, slots, live, length, bonus)
             return Accepted(length, bonus)
         spent = self.spent.index_select(0, slots)
         detail.before.copy_(spent)
-        params = Params(*(table.index_select(0, slots) for table in self.params))
+        budget, gate, cap, normalized = (row.index_select(0, slots) for row in self.params)
+        params = Params(budget, gate, cap, normalized.bool())
         live = torch.full((B,), K, dtype=torch.int32) if live is None else live.to(torch.int32)
         regrets = naive.regrets(draft_ids, logits, top)
         out = naive.walk(draft_ids, top, regrets, spent, params, live, detail.report)
@@ -113,4 +159,11 @@ class Ledger:
         missed = (draft_ids != top[:, :K]) & (position < out.length[:, None])
         detail.bits.copy_((missed.int() << position).sum(1))
         self.spent.index_copy_(0, slots, spent)
-        return out
+        return Accepted(out.length.to(dtype), out.bonus)
+
+
+def table(configs: Sequence[AsdConfig], spent: Sequence[float]) -> Tensor:
+    """[5, n] int32 on the host: bits of spent, budget and gate, then cap and normalized."""
+    params = as_params(configs, len(configs), torch.device("cpu"))
+    floats = torch.stack([torch.tensor(spent, dtype=torch.float32), params.budget, params.gate])
+    return torch.cat([floats.view(torch.int32), torch.stack([params.cap, params.normalized.int()])])

@@ -7,7 +7,7 @@ import torch
 
 from adapters.policy import Policy
 from adapters.rules import asd
-from adapters.sglang.ledger import STRICT, Detail, Ledger
+from adapters.sglang.ledger import STRICT, Ledger
 
 K, V, SLOTS, ROWS = 7, 512, 40, 24
 POLICIES = [
@@ -61,7 +61,7 @@ def test_steps_by_slot_answer_as_the_oracle_and_never_wait(device, capped):
         assert length.tolist() == wanted.length.tolist()
         assert bonus.tolist() == wanted.bonus.tolist()
         assert torch.equal(detail.report.charge, report.charge)
-        assert torch.equal(detail.before, before)
+        assert torch.equal(detail.detail.before, before)
         bits, stop = detail.rows
         assert stop == report.stop.tolist()
         assert [bin(b).count("1") for b in bits] == report.relaxed.tolist()
@@ -75,10 +75,9 @@ def test_steps_by_slot_answer_as_the_oracle_and_never_wait(device, capped):
 def run(ledger, slots, configs, steps, capped):
     found = []
     for candidates, logits, live in steps:
-        detail = Detail(ROWS, K, logits.device)
         top = logits.view(-1, V).argmax(-1).view(ROWS, K + 1)
-        length, bonus = ledger.accept(candidates[:, 1:], logits, top, slots, live if capped else None, detail)
-        found.append((length, bonus, detail.to_host()))
+        length, bonus = ledger.accept(candidates[:, 1:], logits, top, slots, live if capped else None)
+        found.append((length, bonus, ledger.copy(ledger.detail(ROWS, K))))
     return found
 
 
@@ -93,5 +92,5 @@ def test_a_slot_nobody_wrote_or_that_went_strict_relaxes_nothing(device):
     for configs, wanted in ((None, strict.tolist()), (wide, [K] * 4), ([STRICT] * 4, strict.tolist())):
         if configs is not None:
             ledger.assign(slots, configs, [0.0] * 4)
-        length, _ = ledger.accept(candidates[:, 1:], logits, top, slots, None, Detail(4, K, slots.device))
+        length, _ = ledger.accept(candidates[:, 1:], logits, top, slots, None)
         assert length.tolist() == wanted

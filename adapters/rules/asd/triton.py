@@ -371,6 +371,41 @@ def walk(launch: Launch, top: Tensor, lanes: int = 8) -> None:
     )  # fmt: skip
 
 
+class Walk:
+    """`walk` again and again over one ledger and one report: what stays is looked at once, not in every step.
+
+    launch: the first step's, dense and without ids; later steps have its shapes, with or without live as it has.
+    """
+
+    def __init__(self, launch: Launch, lanes: int = 8) -> None:
+        if launch.starts is not None or launch.ids is not None or launch.accepted is not None:
+            raise RuleError("launch: expected a dense one without ids, found starts, ids or accepted")
+        tensors, flags = launch.arguments()
+        self._sizes = tensors[3:5]  # requests, rows
+        self._ledger, self._rest = tensors[5:10], tensors[12:]
+        self._none = launch.spent  # stands for a pointer no path reads
+        self._flags = flags | {"LANES": lanes, "num_warps": 1}
+        self._kernel = _walk_kernel[(triton.cdiv(launch.length.shape[0], lanes),)]
+
+    def __call__(
+        self,
+        draft_ids: Tensor,
+        top: Tensor,
+        logits: Tensor,
+        slots: Tensor,
+        live: Tensor | None,
+        length: Tensor,
+        bonus: Tensor,
+    ) -> None:
+        """One launch. logits [B, K+1, V]; all others but draft_ids contiguous, which is not checked again."""
+        none = self._none
+        self._kernel(
+            draft_ids, draft_ids.stride(0), top, logits, logits.stride(0), logits.stride(1), logits.shape[-1],
+            slots, none, none if live is None else live, *self._sizes, *self._ledger, length, bonus, *self._rest,
+            **self._flags,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Tuning:
     """Launch parameters. block: logits a program reduces, None: `plan`; registers: at most so many a thread."""
