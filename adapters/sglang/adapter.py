@@ -66,7 +66,7 @@ class State:
 
     @cached_property
     def walks(self) -> bool:
-        """Whether its blocks need the walk. At budget 0 they are strict's, and every rejection is for lack of budget."""
+        """Its blocks need the walk. At budget 0 they are strict's, and every rejection is for lack of budget."""
         return self.rule == "asd" and self.policy.budget != 0
 
     @cached_property

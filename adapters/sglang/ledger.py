@@ -94,7 +94,7 @@ class Ledger:
         self._walks: dict[tuple[int, int, bool], Any] = {}
 
     def assign(self, slots: Tensor, configs: Sequence[AsdConfig], spent: Sequence[float]) -> None:
-        """slots [n] int64 on the device; one config and the regret spent so far (nats) per slot. One copy, one launch."""
+        """slots [n] int64 on the device; one config and the regret spent so far (nats) per slot. One copy."""
         self.table.index_copy_(1, slots, to_device(table(configs, spent), self.device))
 
     def detail(self, rows: int, drafts: int) -> Detail:
