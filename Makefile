@@ -53,9 +53,6 @@ bench-kernels: $(STAMP) ## acceptance kernels against the memory floor and what 
 bench-load: $(STAMP) ## the client beside the truth of a mock engine, 1 to 256 requests in flight
 	@$(BIN)/python -m harness.load $(ARGS)
 
-bench-load: $(STAMP) ## the client beside the truth of a mock engine, 1 to 256 requests in flight
-	@$(BIN)/python -m harness.load $(ARGS)
-
 test: $(STAMP) ## every test that needs no GPU
 	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
