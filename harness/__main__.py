@@ -30,6 +30,7 @@ TASKS = {
     "replay": "every policy on one capture: tokens per step, by phase, and predicted TPS (capture=DIR)",
     "tables": "results/README.md, its plots and the site, again, from the records",
     "site": "results/site/index.html alone: one page, no server",
+    "rejudge": "verdict of a sealed run again, by today's code, in a file beside it (run=FOLDER why=REASON)",
     "tables-check": "whether tables and records hold together",
     "doctor": "what this machine can run, and why not",
 }
@@ -63,6 +64,7 @@ def usage() -> str:
         "  limit         items (default: what the traffic says)",
         "  data          folder of a local data set",
         "  capture       folder that an engine under SPECACCEPT_CAPTURE wrote, for task=replay",
+        "  run, why      of task=rejudge: the run's folder, and the reason",
         "  url           server to measure, with launch=attach",
         "  out           root of records and tables (default: results)",
         "  seed          item order and sampling",

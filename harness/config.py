@@ -26,7 +26,7 @@ from harness.traffic.sources import READS_DATA
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
-VERBATIM = ("url", "data", "out", "capture")  # free text: never read by Hydra's grammar
+VERBATIM = ("url", "data", "out", "capture", "run", "why")  # free text: never read by Hydra's grammar
 DRAFT_KINDS = ("dspark", "eagle3", "mtp-heads")
 FIXED_ARMS = ("strict", "asd-b0", "chain")  # arms of a run whatever its policy: their names stand for one rule each
 OWN = {  # fields of one task alone
@@ -383,6 +383,7 @@ class Config:
     `never`.
     sweep: the point this run is of one (harness/sweep.py); not asked for by name.
     capture: of task=replay, the folder of what an engine captured.
+    run, why: of task=rejudge, the folder of the run that is judged again, and the reason.
     """
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(target="-", draft="-"))
@@ -403,12 +404,19 @@ class Config:
     policy_source: str = "recipe"
     sweep: dict[str, Any] | None = None
     capture: str | None = None
+    run: str | None = None
+    why: str | None = None
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 
     def __post_init__(self) -> None:
         if bool(self.capture) != (self.task.name == "replay"):
             found = repr(self.capture) if self.capture else "nothing"
             raise ConfigError(f"capture: task=replay expects capture=FOLDER, and no other task, found {found}")
+        for name, words in (("run", "FOLDER"), ("why", "the reason")):
+            value = getattr(self, name)
+            if bool(value and value.strip()) != (self.task.name == "rejudge"):
+                found = repr(value) if value else "nothing"
+                raise ConfigError(f"{name}: task=rejudge expects {name}={words}, and no other task, found {found}")
         if self.resume not in ("stopped", "failed", "never"):
             raise ConfigError(f"resume: expected stopped, failed or never, found {self.resume!r}")
         if self.limit is not None and self.limit < 1:
@@ -427,7 +435,7 @@ class Config:
     def resolved(self) -> dict[str, Any]:
         """What the record keeps: plain JSON, without the place where the record lies."""
         value = asdict(self)
-        for name in ("out", "data", "limit", "resume", "sweep", "capture", "replay"):
+        for name in ("out", "data", "limit", "resume", "sweep", "capture", "run", "why", "replay"):
             del value[name]
         if self.traffic.data:  # the folder's content is in the data set's provenance; where it lay says nothing
             value["traffic"]["data"] = Path(self.traffic.data).name

@@ -10,6 +10,7 @@ from typing import Any
 from harness.config import KINDS, Config, choices, member, plain
 from harness.publish.parts import Link
 from harness.records import Record
+from harness.records.judgement import Judged
 from harness.records.schema import digest
 
 MODEL_FIELDS = ("target", "draft", "revision", "draft_revision", "dtype", "block_size")
@@ -198,9 +199,23 @@ def machine(record: Record) -> str:
 
 
 def code(record: Record) -> str:
-    commit, dirty = record.identity.code["commit"], record.identity.code["dirty"]
-    text = f"commit {commit[:12]}" if commit else f"content {record.identity.code['sha256'][:12]}"
-    return text + (" (changes unknown)" if dirty == "unknown" else " with changes" if dirty else "")
+    """What measured, and what judged where that was done again."""
+    return _code(record.identity.code) + (f", {again}" if (again := judged_again(record)) else "")
+
+
+def _code(found: Mapping[str, Any]) -> str:
+    text = f"commit {found['commit'][:12]}" if found["commit"] else f"content {found['sha256'][:12]}"
+    return text + (" (changes unknown)" if found["dirty"] == "unknown" else " with changes" if found["dirty"] else "")
+
+
+def judged_again(record: Record) -> str:
+    """Of a run whose verdict is not the first: whose it is, why there is another, and what the first was."""
+    if not isinstance(record, Judged):
+        return ""
+    made = record.judgement
+    which = f" (judgement {made.number})" if made.number > 1 else ""
+    first = record.first.outcome if record.first else "none"
+    return f"judged again{which} at {_code(made.code)}: {made.why}; first verdict: {first}"
 
 
 def thresholds(record: Record) -> str:

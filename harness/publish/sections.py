@@ -13,7 +13,18 @@ from harness.config import ROOT, ConfigError, choices, member
 from harness.launch.capability import pair, unsupported, unsupported_rule
 from harness.publish import cells
 from harness.publish.cells import NOT_RUN
-from harness.publish.labels import changes, code, is_recipe, is_reported, link, model, title, traffic, unusual
+from harness.publish.labels import (
+    changes,
+    code,
+    is_recipe,
+    is_reported,
+    judged_again,
+    link,
+    model,
+    title,
+    traffic,
+    unusual,
+)
 from harness.publish.parts import Cell, Link, parts
 from harness.publish.phases import phases
 from harness.publish.selection import Point, Selection, Shown, Sweep, passed
@@ -134,7 +145,8 @@ def warnings(shown: Shown) -> list[Cell]:
 def why(record: Record) -> str:
     if record.verdict is None:
         return f"{record.status}: {record.error or 'no reason'}"
-    return f"verdict {record.verdict.outcome}" + "".join(f"; {reason}" for reason in record.verdict.reasons)
+    again = f"; {text}" if (text := judged_again(record)) else ""
+    return f"verdict {record.verdict.outcome}" + "".join(f"; {reason}" for reason in record.verdict.reasons) + again
 
 
 def gate(shown: Shown) -> list[Cell]:

@@ -8,13 +8,15 @@ from typing import Any
 
 import msgspec
 
+from harness.records.judgement import judged, read_judgements
 from harness.records.run import JOURNAL, LOG, RECORD, REQUESTS, identity_digest, plan_digest, read_rows, sha256, summed
 from harness.records.schema import METRIC_VERSION, SCHEMA_VERSION, Record, Row, seal
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A record and its rows. problems: why it cannot be published, a line each; empty for a sound record."""
+    """A record, as its newest judgement has it, and its rows. problems: why it cannot be published, a line each; empty
+    for a sound record."""
 
     folder: Path
     record: Record | None
@@ -39,6 +41,10 @@ def read(folder: Path) -> Loaded:
             problems += [f"{folder.name}: {problem}" for problem in _segments(record, rows)]
         except (OSError, ValueError) as error:  # msgspec's and Arrow's errors are ValueErrors
             problems.append(f"{folder.name}: {REQUESTS}: {str(error).splitlines()[0]}")
+    if not problems:
+        judgements, unsound = read_judgements(folder, record)
+        problems += [f"{folder.name}: {problem}" for problem in unsound]
+        record = judged(record, judgements)
     return Loaded(folder, record, rows, problems)
 
 

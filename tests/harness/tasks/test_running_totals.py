@@ -1,4 +1,4 @@
-"""Limits of totals that are read while the engine adds to them: every interleaving of writes and reads, by brute force."""
+"""Limits of totals that are read while the engine adds to them: every interleaving of writes and reads."""
 
 from __future__ import annotations
 
