@@ -7,11 +7,11 @@ import pytest
 
 from harness.config import GROUPS, KINDS, RECIPES, Config, ConfigError, choices, load, member
 
-NEEDS = {
+NEEDS = {  # members that cannot stand alone
     "attach": ["url=http://127.0.0.1:1"],
     "replay": ["capture=/tmp"],
     "rejudge": ["run=/tmp", "why=x"],
-}  # members that cannot stand alone
+}
 MEMBERS = [(group, name) for group in GROUPS for name in choices(group)]
 
 
