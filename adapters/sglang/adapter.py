@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +43,12 @@ FAULT = "draft probability 0 at a drafted token"
 def float32(value: float) -> float:
     """Round to float32: the ledger's arithmetic on the host (a float64 sum of two float32 rounds to the same)."""
     return struct.unpack("f", struct.pack("f", value))[0]
+
+
+@lru_cache(maxsize=256)
+def asd_config(policy: Policy) -> AsdConfig:
+    """Requests share a few policies."""
+    return AsdConfig.from_policy(policy)
 
 
 @dataclass
@@ -76,7 +82,7 @@ class State:
 
     @property
     def config(self) -> AsdConfig:
-        return AsdConfig.from_policy(self.policy) if self.rule == "asd" else STRICT
+        return asd_config(self.policy) if self.rule == "asd" else STRICT
 
     def summary(self) -> dict[str, Any]:
         """`meta_info.specaccept` of the response."""
@@ -402,7 +408,9 @@ class Adapter:
         counters = self.telemetry.of(state.key)
         counters.blocks += 1
         counters.committed_tokens += kept
-        live = self._verified(result, i)
+        live = self.worker.drafts
+        if result.cap_lens is not None or self.arming.verify_cap is not None:
+            live = self._verified(result, i)
         counters.drafts_verified += live
         state.verified += live
         state.lengths.append(int(accepted))
@@ -418,7 +426,7 @@ class Adapter:
         bits, stop = detail.rows
         relaxed, before = bin(bits[i] & ((1 << committed) - 1)).count("1"), state.spent
         if relaxed:
-            for r in detail.report.charge[i, :committed].tolist():
+            for r in detail.charges[i][:committed]:
                 state.spent = float32(state.spent + r)
             counters.regret_charged += state.spent - before
         counters.strict_accepted += committed - relaxed

@@ -76,6 +76,11 @@ class Copied:
         """bits and stop as lists, read once per step, and only when the copy is complete."""
         return self.detail.bits.tolist(), self.report.stop.tolist()
 
+    @cached_property
+    def charges(self) -> list[list[float]]:
+        """report.charge as lists, where some row relaxed a draft."""
+        return self.report.charge.tolist()
+
 
 class Ledger:
     """spent [slots] float32 and Params [slots], rows of one table; a slot nobody wrote is strict.

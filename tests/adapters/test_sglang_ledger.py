@@ -82,6 +82,24 @@ def run(ledger, slots, configs, steps, capped):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_host_copies_of_steps_in_flight_have_memory_of_their_own(device):
+    ledger = Ledger(4, device)
+    detail = ledger.detail(2, K)
+    held = []
+    for step in (1, 2):
+        detail.bits.fill_(step)
+        held.append(ledger.copy(detail))
+    detail.bits.fill_(3)
+    first = held[0].detail.buffer.data_ptr()
+    del held[0]
+    held.append(ledger.copy(detail))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert [copy.rows[0] for copy in held] == [[2, 2], [3, 3]]
+    assert held[1].detail.buffer.data_ptr() == first
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_slot_nobody_wrote_or_that_went_strict_relaxes_nothing(device):
     ledger = Ledger(4, device)
     candidates, logits, _ = (t[:4].to(device) for t in block(3))

@@ -104,8 +104,8 @@ def test_a_zero_regret_tie_beyond_the_stop_is_not_counted(adapter, worker):
     assert req._specaccept.relaxed == 1
 
 
-def test_budget_stops_are_counted_where_the_block_reached_them(adapter, worker):
-    policy = Policy("asd", budget=1.0)
+@pytest.mark.parametrize("policy", [Policy("asd", budget=1.0), B0], ids=["walked", "B=0"])
+def test_budget_stops_are_counted_where_the_block_reached_them(adapter, worker, policy):
     drafts, logits = torch.zeros(1, K, dtype=torch.int64), torch.zeros(1, K + 1, V)
     drafts[0, 3], logits[0, :, 0], logits[0, :, 1] = 1, 4.0, 1.0
     for limit, stops in ((64, 1), (3, 0)):  # cut behind the second draft: the block never got to its fourth
