@@ -1,11 +1,12 @@
 """What the adapter costs a step at real size: the shapes of Qwen3-14B and its public DSpark draft, dummy weights.
 
-    python tests/adapters/sglang/device_steps.py [--site SITE] [--tp N] [--batches 1 8 32] [--rounds 8] [--out FILE]
+    python tests/adapters/sglang/device_steps.py [--site SITE] [--tp N] [--batches 1 8 32] [--seconds 150] [--out FILE]
 
 Two servers side by side, one without the plugin, asked in turn: unarmed, strict, B = 0, B large. Each sees the same
 number of verify steps at the same mean context (a policy that accepts more starts from a shorter prompt), and a step is
 the difference of two walls over the difference of their steps, so prefill and transport drop out. The gain is the mean
-of the logarithm of paired ratios with a 95 % t interval. Prints JSON; exit status 1 where B = 0 costs over 1 %.
+of the logarithm of paired ratios with a 95 % t interval. --out is written after every batch size of
+every round, so ending early loses nothing. Prints JSON; exit status 1 where B = 0 costs over 1 %.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -111,42 +114,59 @@ def step_ms(
     return 1000 * (b[0] - a[0]) / (b[1] - a[1]), b[2]
 
 
-def ratio(values: list[float]) -> dict[str, float]:
-    """Geometric mean of paired ratios and its 95 % interval."""
+def ratio(values: list[float]) -> dict[str, float | None]:
+    """Geometric mean of paired ratios and its 95 % interval, which a single one has not."""
     logs = [math.log(value) for value in values]
     mean, n = statistics.fmean(logs), len(logs)
+    if n == 1:
+        return {"ratio": round(values[0], PLACES), "low": None, "high": None}
     half = T95[max(k for k in T95 if k <= n)] * statistics.stdev(logs) / math.sqrt(n)
     return {k: round(math.exp(v), PLACES) for k, v in (("ratio", mean), ("low", mean - half), ("high", mean + half))}
 
 
-def measure(urls: dict[str, str], args, arms: dict) -> dict:
+def calibrate(urls: dict[str, str], batch: int, arms: dict) -> dict[str, float]:
+    """Compiles, and says how many tokens a step of each policy makes."""
+    pace = {}
+    for name, policy in arms.items():
+        pace[name] = ask(urls[name], batch, 64, 65, policy, 0)[2]
+        ask(urls[name], batch, 64, 1 + round(16 * pace[name]), policy, 0)
+    return pace
+
+
+def measure(urls: dict[str, str], args, arms: dict, write: Callable[[dict], None]) -> dict:
+    """Every round visits every batch size and arm, so that whenever time ends all sizes have equally many rounds."""
+    began = time.monotonic()
+    paces = {batch: calibrate(urls, batch, arms) for batch in args.batches}
+    times: dict = {batch: {name: [] for name in arms} for batch in args.batches}
+    seen: dict = {batch: {name: [] for name in arms} for batch in args.batches}
     found: dict = {}
-    for batch in args.batches:
-        pace = {}
-        for name, policy in arms.items():  # compiles, and says how many tokens a step of this policy makes
-            pace[name] = ask(urls[name], batch, 64, 65, policy, 0)[2]
-            ask(urls[name], batch, 64, 1 + round(16 * pace[name]), policy, 0)
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        paces: dict[str, list[float]] = {name: [] for name in arms}
-        for seed in range(1, args.rounds + 1):
-            names = [*list(arms)[seed % len(arms) :], *list(arms)[: seed % len(arms)]]
+    longest = 0.0
+    for turn in range(1, args.rounds + 1):
+        if time.monotonic() - began + longest > args.seconds:
+            break
+        start_of_turn = time.monotonic()
+        names = [*list(arms)[turn % len(arms) :], *list(arms)[: turn % len(arms)]]
+        for batch in args.batches:
             for name in names:
-                ms, seen = step_ms(urls[name], batch, arms[name], pace[name], seed, args.short, args.long)
-                times[name].append(ms)
-                paces[name].append(seen)
-        base = times[args.base]
-        found[str(batch)] = {
-            "step_ms": {name: round(statistics.median(t), PLACES) for name, t in times.items()},
-            "tokens_per_step": {name: round(statistics.fmean(p), 3) for name, p in paces.items()},
-            f"against_{args.base}": {
-                name: ratio([x / b for x, b in zip(t, base, strict=True)])
-                for name, t in times.items()
-                if name != args.base
-            },
-            "all_ms": {name: [round(x, PLACES) for x in t] for name, t in times.items()},
-        }
-        print(json.dumps({batch: found[str(batch)]}), file=sys.stderr, flush=True)
+                ms, pace = step_ms(urls[name], batch, arms[name], paces[batch][name], turn, args.short, args.long)
+                times[batch][name].append(ms)
+                seen[batch][name].append(pace)
+            found[str(batch)] = summary(times[batch], seen[batch], args.base)
+            write(found)
+        longest = max(longest, time.monotonic() - start_of_turn)
     return found
+
+
+def summary(times: dict[str, list[float]], seen: dict[str, list[float]], base: str) -> dict:
+    """Of one batch size."""
+    against = {name: [x / b for x, b in zip(t, times[base], strict=True)] for name, t in times.items() if name != base}
+    return {
+        "rounds": len(times[base]),
+        "step_ms": {name: round(statistics.median(t), PLACES) for name, t in times.items()},
+        "tokens_per_step": {name: round(statistics.fmean(p), 3) for name, p in seen.items()},
+        f"against_{base}": {name: ratio(values) for name, values in against.items()},
+        "all_ms": {name: [round(x, PLACES) for x in t] for name, t in times.items()},
+    }
 
 
 def main() -> int:
@@ -155,7 +175,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=30018)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=16, help="at most")
+    parser.add_argument("--seconds", type=float, default=150, help="of all rounds: the last is one that still fits")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--short", type=int, default=16, help="verify steps")
     parser.add_argument("--long", type=int, default=112)
     parser.add_argument("--layers", type=int, help="of the target, for a trial on a small machine")
@@ -171,11 +193,20 @@ def main() -> int:
     args.server += f" --tp-size {args.tp} --cuda-graph-bs-decode {' '.join(map(str, args.batches))}"
     args.server += " --disable-custom-all-reduce" if args.tp > 1 else ""  # which may want NVLink multicast
     args.base = "strict" if args.armed_only else UNARMED
-    arms = {name: policy for name, policy in ARMS.items() if not (args.armed_only and name == UNARMED)}
+    arms = {name: ARMS[name] for name in args.arms if not (args.armed_only and name == UNARMED)}
+    for name in {args.base, "asd-b0"} - set(arms):
+        parser.error(f"--arms: expected {name} among them, found {' '.join(args.arms)}")
     boots = {"armed": {}} | ({} if args.armed_only else {UNARMED: {"SGLANG_PLUGINS": "none"}})
     report: dict = {"shape": "Qwen3-14B target, dspark_qwen3_14b_block7 draft, dummy weights", "tp": args.tp}
     report["command"], report["steps"] = args.server, [args.short, args.long]
     servers, logs, failed = {}, {}, True
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
+
+    def write(batches: dict) -> None:
+        report["batches"] = batches
+        if args.out:
+            Path(args.out).write_text(json.dumps(report | {"complete": False}, indent=1) + "\n")
+
     plain = dict(os.environ)
     try:
         for index, (name, env) in enumerate(boots.items()):
@@ -187,13 +218,14 @@ def main() -> int:
         urls = {name: f"http://127.0.0.1:{args.port + 100 * index}" for index, name in enumerate(boots)}
         report["ready_s"] = {name: round(wait_ready(urls[name], servers[name], args.ready_limit), 1) for name in boots}
         report["snapshot"] = {k: v for k, v in snapshot(urls["armed"]).items() if k not in ("files", "counters")}
-        report["batches"] = measure({name: urls.get(name, urls["armed"]) for name in arms}, args, arms)
+        report["batches"] = measure({name: urls.get(name, urls["armed"]) for name in arms}, args, arms, write)
         report["counters"] = snapshot(urls["armed"])["counters"]
         report["ranks"] = snapshot(urls["armed"]).get("ranks")
         report["bar"] = BAR
         costs = {b: found[f"against_{args.base}"]["asd-b0"] for b, found in report["batches"].items()}
         report["b0_within_bar"] = {batch: cost["ratio"] <= BAR for batch, cost in costs.items()}
-        failed = not all(report["b0_within_bar"].values())
+        report["complete"] = True
+        failed = not report["b0_within_bar"] or not all(report["b0_within_bar"].values())
     except Exception as error:
         report["error"] = f"{type(error).__name__}: {error}"
         report["log"] = {name: log.read_text(errors="replace")[-4000:] for name, log in logs.items() if log.exists()}
