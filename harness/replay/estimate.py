@@ -1,4 +1,4 @@
-"""Tokens per step of every policy on one table, with its interval by request, by phase, and against the baseline."""
+"""Tokens per step of every policy on one table, with its interval by prompt, by phase, and against the baseline."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ def phases(table: Table, think: tuple[int, int] | None) -> dict[str, Array]:
     return {"all": every, "think": thinking, "answer": ~thinking}
 
 
+def prompts(table: Table) -> list[Any]:
+    """What each request was asked, as a label; a request whose prompt is not known stands for itself."""
+    return [tuple(prompt) or place for place, prompt in enumerate(table.prompts)]
+
+
 def run(named: Named, table: Table) -> Outcome:
     """The policy on every block, without intervals."""
     policy = named.policy
@@ -66,7 +71,9 @@ def run(named: Named, table: Table) -> Outcome:
 
 
 def estimate(outcome: Outcome, base: Outcome, table: Table, masks: Mapping[str, Array]) -> None:
-    """Fill in intervals: requests are resampled, all blocks of one together."""
+    """Fill in intervals: prompts are resampled, all blocks of one together. A prompt that was asked several times (an
+    A/A arm, blocks of a schedule) is one unit: its answers are alike."""
+    units = prompts(table)
     for name, mask in masks.items():
         steps = by_request(table, mask)
         there = steps > 0
@@ -74,11 +81,13 @@ def estimate(outcome: Outcome, base: Outcome, table: Table, masks: Mapping[str, 
             outcome.tokens_per_step[name] = outcome.change[name] = None
             continue
         own = by_request(table, np.where(mask, outcome.tokens, 0))[there]
-        outcome.tokens_per_step[name] = asdict(tokens_per_step(own, steps[there], resamples=RESAMPLES))
+        clusters = [units[place] for place in np.flatnonzero(there)]
+        options: dict[str, Any] = {"clusters": clusters, "resamples": RESAMPLES}
+        outcome.tokens_per_step[name] = asdict(tokens_per_step(own, steps[there], **options))
         outcome.change[name] = None
         if base.tokens is not None and outcome is not base:
             other = by_request(table, np.where(mask, base.tokens, 0))[there]
-            outcome.change[name] = asdict(change(other, own, resamples=RESAMPLES))
+            outcome.change[name] = asdict(change(other, own, **options))
 
 
 def compare(named: Sequence[Named], table: Table, baseline: str, think: tuple[int, int] | None) -> list[Outcome]:

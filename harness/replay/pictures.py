@@ -81,7 +81,7 @@ def _bars(axes: Any, shown: Sequence[Entry]) -> None:
         axes.barh(place, value, xerr=whiskers, color="#4477aa", ecolor="#222222", height=0.6, capsize=2)
     axes.set_yticks(range(len(shown)), [entry.name for entry in shown])
     axes.invert_yaxis()
-    axes.set_xlabel("tokens per step, bonus included (95 %, by request)")
+    axes.set_xlabel("tokens per step, bonus included (95 %, by prompt)")
 
 
 def _positions(axes: Any, shown: Sequence[Entry]) -> None:

@@ -63,6 +63,8 @@ def relaxed_topk(policy: Policy, table: Table) -> Array:
     """x within the top_n of p, and p(x) >= p(top) - delta; only inside a thinking span where the policy names one."""
     assert policy.top_n is not None
     assert policy.delta is not None
+    if (table.temperature != 1).any():
+        raise Unsupported(f"{policy.rule}: of p at temperature 1; the capture has p at the requests' own")
     p_x = np.exp(table.z_x - table.lse[:, :-1])
     p_top = np.exp(table.z_max[:, :-1] - table.lse[:, :-1])
     near = (table.rank < policy.top_n) & (p_x >= p_top - np.float32(policy.delta))
@@ -118,6 +120,8 @@ def entropy(policy: Policy, table: Table) -> Array:
     """coin min(exp(-alpha H), tau) <= p(x)/q(x), H of the raw logits."""
     assert policy.alpha is not None
     assert policy.tau is not None
+    if np.isnan(np.where(table.verified, table.entropy_raw[:, :-1], 0)).any():
+        raise Unsupported(f"{policy.rule}: of the raw logits' entropy, which the capture does not have in every row")
     scale = np.minimum(np.exp(-policy.alpha * table.entropy_raw[:, :-1].astype(np.float64)), policy.tau)
     return np.minimum(_ratio(table) / scale, 1.0)
 

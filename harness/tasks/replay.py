@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.capture.layout import CaptureError
-from adapters.policy import ENGINE_RULES, Policy
+from adapters.policy import ENGINE_RULES, Policy, PolicyError
 from harness.config import Config, ConfigError, arm_policy, choices
 from harness.engines.checkpoint import CheckpointError, small_files
 from harness.engines.tokenizer import Tokenizer, TokenizerError
@@ -52,8 +52,11 @@ def run(config: Config) -> int:
         table, notes = select(capture, key)
         if not len(table):
             raise CaptureError(f"capture: policy {key}: expected verified blocks, found none")
+        _same_model(config, capture.manifest)
         think, note = _think_ids(config, capture.manifest)
         named = [*_named(config), *_grid(config)]
+        if not named:
+            raise ConfigError("replay.policies: expected at least one policy, or a grid of asd_budgets, found none")
         baseline = _baseline(named, table)
         benches = [predict.load(folder, capture.manifest) for folder in config.replay.times]
         live = [predict.load(folder, capture.manifest) for folder in config.replay.live or ()] or benches
@@ -112,10 +115,13 @@ def _named(config: Config) -> list[Named]:
 
 def _grid(config: Config) -> list[Named]:
     asked = config.replay
-    return [
-        Named(f"B={B:g} g={g:g} m={m}", Policy("asd", float(B), float(g), int(m), GRID_SUFFIX))
-        for B, g, m in product(asked.asd_budgets, asked.asd_gates, asked.asd_caps)
-    ]
+    try:
+        return [
+            Named(f"B={B:g} g={g:g} m={m}", Policy("asd", float(B), float(g), int(m), GRID_SUFFIX))
+            for B, g, m in product(asked.asd_budgets, asked.asd_gates, asked.asd_caps)
+        ]
+    except PolicyError as error:
+        raise ConfigError(f"replay.asd_budgets, asd_gates, asd_caps: {error}") from None
 
 
 def _baseline(named: Sequence[Named], table: Table) -> str:
@@ -146,6 +152,21 @@ def _verdict(again: dict[str, Any]) -> Verdict:
     if not again["blocks"]:
         return Verdict("inconclusive", [f"{again['policy']}: not compared with the engine: {again['why']}"])
     return Verdict("pass", [])
+
+
+def _same_model(config: Config, manifest: dict[str, Any]) -> None:
+    """The policies replayed are those settled for `model`, so it must be the capture's: by the content of its
+    config.json, or by name where one side does not have the file."""
+    wanted = manifest["target"]
+    try:
+        file = small_files(config.model.target, config.model.revision) / "config.json"
+        own = sha256(file) if wanted.get("config_sha256") and file.is_file() else None
+    except CheckpointError:
+        own = None
+    names = [Path(name).name for name in (wanted["name"], config.model.target)]
+    if own != wanted["config_sha256"] if own else names[0] != names[1]:
+        by = f" (config.json {wanted['config_sha256'][:12]}, found {own[:12]})" if own else ""
+        raise TaskError(f"model: expected that of the capture, {wanted['name']}, found {config.model.name}{by}")
 
 
 def _think_ids(config: Config, manifest: dict[str, Any]) -> tuple[tuple[int, int] | None, str | None]:

@@ -10,7 +10,7 @@ import torch
 
 from adapters.capture import Settings
 from adapters.policy import Policy
-from harness.config import ROOT, load
+from harness.config import ROOT, ConfigError, load
 from harness.engines.reference import loading
 from harness.engines.reference.benchmark import prompts_of, read_pair
 from harness.engines.reference.capture import Capture
@@ -169,6 +169,28 @@ def test_another_models_tokenizer_is_refused(captured, tmp_path):
     (copied / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(TaskError, match="model: expected that of the capture"):
         run(copied, tmp_path)
+
+
+def test_another_model_of_the_same_tokenizer_is_refused(captured, tmp_path):
+    """Its policies would be settled for the other model."""
+    copied = tmp_path / "capture"
+    copied.mkdir()
+    for path in (captured[0] / "reference-0").iterdir():
+        (copied / path.name).write_bytes(path.read_bytes())
+    manifest = json.loads((copied / "manifest.json").read_text())
+    for target in (manifest["target"] | {"config_sha256": "0" * 64}, {"name": "other", "config_sha256": None}):
+        (copied / "manifest.json").write_text(json.dumps(manifest | {"target": target}))
+        with pytest.raises(TaskError, match="model: expected that of the capture"):
+            run(copied, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [(["replay.asd_budgets=[-1]"], "budget"), (["replay.policies=[]", "replay.asd_budgets=[]"], "least")],
+)
+def test_a_grid_that_makes_no_sense_is_one_line(captured, tmp_path, more, named):
+    with pytest.raises(ConfigError, match=f"replay.*{named}"):
+        run(captured[0], tmp_path, *more)
 
 
 def bench(steps, prompts, outputs, fixed, prompt, step, batch=1, arm="strict", key="strict"):

@@ -18,7 +18,8 @@ from adapters.capture.layout import DRAWN, SAMPLED
 from adapters.policy import Policy
 from adapters.rules import asd, block, chain, entropy, relaxed_ratio, relaxed_topk, strict, thresholds, typical
 from harness.replay import rules
-from harness.replay.table import NO_CUT, Table
+from harness.replay.estimate import Named, compare
+from harness.replay.table import NO_CUT, Table, concatenated
 
 K, V = 5, 23
 START, END = 3, 4
@@ -211,6 +212,41 @@ def test_a_block_that_ended_its_request_counts_what_was_kept():
     table = table_of(f)
     table.cut[:] = [NO_CUT, K, 1]
     assert rules.tokens(rules.survival(Policy("strict"), table), table).tolist() == [K + 1, K, 1]
+
+
+def test_what_the_capture_does_not_have_is_unsupported_not_a_number():
+    """p at temperature 1 behind one at 0.6, and the entropy of logits that an engine had divided."""
+    table = table_of(full(3, 8, T=0.6))
+    for T, policy in (
+        (0.6, Policy("relaxed-topk", top_n=3, delta=0.6)),
+        (1.0, Policy("relaxed-topk", top_n=3, delta=1)),
+    ):
+        table.columns["temperature"][:] = T
+        if T == 1:
+            assert rules.survival(policy, table).shape == (8, K)
+            continue
+        with pytest.raises(rules.Unsupported, match="temperature 1"):
+            rules.survival(policy, table)
+    policy = Policy("entropy", alpha=0.4, tau=0.95)
+    table.columns["entropy_raw"][:] = np.nan
+    assert table.live.any()
+    with pytest.raises(rules.Unsupported, match="entropy"):
+        rules.survival(policy, table)
+
+
+def test_a_prompt_asked_twice_is_one_unit_of_the_interval():
+    """An A/A arm doubles every request: no interval may be narrower for it."""
+    f = full(11, 40, one_hot=True)
+    prompts = [[n // 4 + 1, 9] for n in range(0, 40, 4)]
+    once = table_of(f, [4] * 10, prompts)
+    twice = concatenated([once, once])
+    policies = [Named("strict", Policy("strict")), Named("typical", Policy("typical", epsilon=0.2, alpha=0.4))]
+    first, second = (compare(policies, table, "strict", None)[1] for table in (once, twice))
+    for name in ("tokens_per_step", "change"):
+        assert getattr(first, name)["all"] == pytest.approx(getattr(second, name)["all"])
+        assert getattr(first, name)["all"]["n"] == 10
+    unknown = compare(policies, table_of(f, [4] * 10), "strict", None)[1].tokens_per_step["all"]
+    assert unknown == first.tokens_per_step["all"]  # requests whose prompt is not known stand for themselves
 
 
 def test_an_engines_own_kernel_is_unsupported():
