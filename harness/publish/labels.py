@@ -160,12 +160,31 @@ def changes(record: Record) -> list[str]:
         if usual is None:
             found.append(f"{group}={config['name']} (no longer a recipe)")
             continue
-        found += [
-            f"{group}.{name}={_short(value)}"
-            for name, value in config.items()
-            if name in usual and name not in skip and usual[name] != value
-        ]
+        for name, value in config.items():
+            if name in usual and name not in skip and usual[name] != value:
+                found += _differing(f"{group}.{name}", usual[name], value)
     return found
+
+
+def brief(record: Record, most: int = 2) -> list[str]:
+    """`changes` for a table's cell: more engine flags than `most` are a number, and the run's record has them."""
+    found = changes(record)
+    flags = [text for text in found if text.startswith("engine.flags.")]
+    if len(flags) <= most:
+        return found
+    return [*(text for text in found if text not in flags), f"{len(flags)} engine flags of its own"]
+
+
+def _differing(name: str, usual: Any, value: Any) -> list[str]:
+    """Of a mapping only the entries that differ; one that is gone is null, as an override would take it away."""
+    if not (isinstance(usual, Mapping) and isinstance(value, Mapping)):
+        return [f"{name}={_short(value)}"]
+    changed = {key: value.get(key) for key in [*value, *usual] if usual.get(key) != value.get(key)}
+    return [f"{name}.{key}={_override(found)}" for key, found in changed.items()]
+
+
+def _override(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else _short(value)
 
 
 def _limit(record: Record) -> list[str]:

@@ -14,7 +14,7 @@ from harness.launch.capability import pair, unsupported, unsupported_rule
 from harness.publish import cells
 from harness.publish.cells import NOT_RUN
 from harness.publish.labels import (
-    changes,
+    brief,
     code,
     is_recipe,
     is_reported,
@@ -165,7 +165,7 @@ def gate(shown: Shown) -> list[Cell]:
     return [
         model(record),
         config["engine"]["name"] + ("" if base == "strict" else f", against {base}"),
-        ", ".join([config["traffic"]["name"], *unusual(record), *changes(record), *_in_flight(record)]),
+        ", ".join([config["traffic"]["name"], *unusual(record), *brief(record), *_in_flight(record)]),
         *compared,
         f"{control['policy']}: {control['relaxed']} relaxed, {control['outputs_changed']}/{control['items']} changed"
         if control
@@ -195,7 +195,7 @@ def calibration(shown: Shown) -> list[Cell]:
     return [
         model(record),
         config["engine"]["name"],
-        ", ".join([config["traffic"]["name"], *unusual(record), *changes(record)]),
+        ", ".join([config["traffic"]["name"], *unusual(record), *brief(record)]),
         str(len(record.workload["items"])),
         f"{found['rejections']}, {found['ratios']} positive",
         f"{found['quantile']:g}",

@@ -1,7 +1,7 @@
 """Cells of what newer records hold: blocks, A/A rows, verdicts of arms, engines whose width follows the load."""
 
 import pytest
-from publish_rig import bench
+from publish_rig import again, bench, config_of
 
 from harness.publish import cells, labels, sections, site
 from harness.publish.selection import Shown
@@ -151,3 +151,16 @@ def test_a_gate_says_what_was_in_flight_and_what_was_asked_twice(results):
     del record.gates["identity"], record.gates["control"]
     row = sections.gate(Shown(record, 0, ()))
     assert row[3:8] == [*["not compared"] * 4, "none"]
+
+
+def test_of_flags_only_the_entries_that_differ_are_told(results):
+    def ask(record):
+        config_of(record)["engine"]["flags"] = {"threads": 3, "deterministic": True}
+
+    record = again(results, ask)
+    told = labels.changes(record)
+    assert "engine.flags.threads=3" in told
+    assert "engine.flags.deterministic=true" in told
+    assert not any("{" in text for text in told)
+    assert labels.brief(record) == told
+    assert labels.brief(record, most=1)[-1] == "2 engine flags of its own"
