@@ -6,8 +6,9 @@ The engine's mtp_* counters of a request run past its end; these do not, so they
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from adapters.arm import SAMPLED_REQUEST, serving_rule
@@ -15,24 +16,39 @@ from adapters.policy import Policy
 from adapters.rules.asd.report import BUDGET
 from adapters.telemetry import Telemetry
 
+MANY = 256  # steps that are kept at most before they are counted
+TOTALS = (
+    "blocks",
+    "drafts_verified",
+    "strict_accepted",
+    "relaxed",
+    "regret_charged",
+    "budget_exhausted",
+    "committed_tokens",
+)
+
 
 @dataclass
 class Detail:
     """One request, as adapters.telemetry.Counters counts it.
 
-    accepted, histogram, step_lengths (drafts accepted by each block, in order): before the cuts, of live drafts.
+    step_lengths: drafts accepted by each block, in order: before the cuts, of live drafts.
     """
 
     blocks: int = 0
     drafts_verified: int = 0
-    accepted: int = 0
     strict_accepted: int = 0
     relaxed: int = 0
     regret_charged: float = 0.0
     budget_exhausted: int = 0
     committed_tokens: int = 0
-    histogram: list[int] = field(default_factory=list)
     step_lengths: list[int] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """With accepted and the histogram of step_lengths."""
+        lengths = self.step_lengths
+        histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
+        return vars(self) | {"accepted": sum(lengths), "histogram": histogram}
 
 
 @dataclass
@@ -65,7 +81,7 @@ def marks_of(req: Any) -> Marks:
     return marks
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """One verify call as the host knows it: requests in row order, rows and live drafts of each.
 
@@ -82,20 +98,40 @@ class Step:
 
 def step_of(run_reqs: Sequence[Any]) -> Step:
     """run_reqs: the request of every verified row; the rows of one request are contiguous."""
-    step = Step([], [], [])
+    requests: list[Any] = []
+    rows: list[int] = []
+    last = None
     for req in run_reqs:
-        if step.requests and step.requests[-1] is req:
-            step.rows[-1] += 1
+        if req is last:
+            rows[-1] += 1
         else:
-            step.requests.append(req)
-            step.rows.append(1)
-    step.live = [min(rows - 1, marks_of(req).drafts) for req, rows in zip(step.requests, step.rows, strict=True)]
-    return step
+            requests.append(req)
+            rows.append(1)
+            last = req
+    return Step(requests, rows, [min(n - 1, marks_of(req).drafts) for req, n in zip(requests, rows, strict=True)])
+
+
+@dataclass(slots=True)
+class Reported:
+    """What one post-processing call reported of a verify call, to be counted later.
+
+    run_reqs, packs: the engine's accepted rows and their update packs. going: by request of the step, whether it had
+    not ended before the call; else its rows are past the end.
+    """
+
+    step: Step
+    run_reqs: Sequence[Any]
+    packs: Sequence[Any]
+    going: list[bool]
 
 
 @dataclass
 class Account:
     """Adds finished steps to the telemetry. Two threads post-process steps in turn.
+
+    A step is only kept when it comes; the steps that are kept are counted once a request ends (its answer is on its way
+    then), when somebody asks, or when there are MANY: counting them one by one would cost every step a part of what all
+    of them cost now.
 
     finished: called once per request that ended and carries a tag, with a JSON object. ended: once per request that
     ended in a verify step, with its steps and the tokens kept of the last.
@@ -106,56 +142,58 @@ class Account:
     finished: Callable[[dict[str, Any]], None] | None = None
     ended: Callable[[Any, int, int], None] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    kept: list[Reported] = field(default_factory=list)
+    steps: int = 0  # added so far: whoever polls sees whether the engine is busy
 
     def __post_init__(self) -> None:
-        self.key = self.policy.key  # spelt once: this runs every step
+        self.key = self.policy.key  # spelt once
 
-    def add(self, step: Step | None, run_reqs: Sequence[Any], packs: Sequence[Any], ended_before: set[int]) -> None:
-        """Count what one post-processing call reported.
-
-        run_reqs, packs: the engine's accepted rows and their update packs. ended_before: id() of requests that had
-        ended before this call: their rows are past the end. step: None for a prefill.
-        """
+    def add(self, step: Step, run_reqs: Sequence[Any], packs: Sequence[Any], going: list[bool]) -> None:
+        """A verify call that was post-processed. going: by request of the step, whether it had not ended before."""
         with self.lock:
-            outputs: dict[int, list[int]] = {}
-            for req, pack in zip(run_reqs, packs, strict=True):
-                if id(req) not in ended_before:
-                    outputs.setdefault(id(req), []).append(pack.output_len)
-            if step is not None:
-                first = 0
-                for n, req in enumerate(step.requests):
-                    if id(req) in outputs:
-                        self._block(step, n, first, outputs[id(req)])
-                    first += step.rows[n]
-            for req in {id(req): req for req in run_reqs if id(req) in outputs}.values():
-                if req.finish_status.is_finished():
-                    self._request(req)
+            self.kept.append(Reported(step, run_reqs, packs, going))
+            self.steps += 1
+            over = [
+                req for req, was in zip(step.requests, going, strict=True) if was and req.finish_status.is_finished()
+            ]
+            if over or len(self.kept) >= MANY:
+                self._settle(over)
 
-    def _block(self, step: Step, n: int, first: int, outputs: list[int]) -> None:
-        req, accepted = step.requests[n], len(outputs)
-        if req.finish_status.is_finished():
-            end = req.shm_req.finish_token_index - req.shm_req.input_len + 1
-            outputs = [position for position in outputs if position <= end]
-        marks, live = marks_of(req), step.live[n]
-        kept, whole = min(len(outputs), accepted - 1, live), min(accepted - 1, live)
-        regret = [r for r in step.regret[first : first + kept] if r >= 0]
-        exhausted = bool(step.stop) and step.stop[n] == BUDGET and live > 0 and len(outputs) == accepted
-        nats, exhausted = sum(regret) * (marks.temperature or 1.0), exhausted and marks.temperature is not None
-        detail = marks.detail
-        for total in (self.telemetry.of(self._key(marks)), detail):
-            total.blocks += 1
-            total.drafts_verified += live
-            total.strict_accepted += kept - len(regret)
-            total.relaxed += len(regret)
-            total.regret_charged += nats
-            total.budget_exhausted += exhausted
-            total.committed_tokens += len(outputs)
-        detail.accepted += whole
-        detail.histogram += [0] * (whole + 1 - len(detail.histogram))
-        detail.histogram[whole] += 1
-        detail.step_lengths.append(whole)
-        if self.ended is not None and req.finish_status.is_finished():
-            self.ended(req, detail.blocks, len(outputs))
+    def end(self, requests: Sequence[Any]) -> None:
+        """Requests that ended in a post-processing call without a verify call: a prefill's only id."""
+        with self.lock:
+            self._settle(requests, verified=False)
+
+    def settle(self) -> None:
+        """Count what is kept: before somebody reads the telemetry, under the lock."""
+        self._settle(())
+
+    def _settle(self, over: Sequence[Any], verified: bool = True) -> None:
+        """Count every step that is kept. over: the requests that ended, in the last of them where verified."""
+        kept, self.kept = self.kept, []
+        sums: dict[str, Detail] = {}
+        for place, reported in enumerate(kept):
+            accepted = Counter(map(id, reported.run_reqs))
+            step, first = reported.step, 0
+            last = over if verified and place == len(kept) - 1 else ()
+            for n, req in enumerate(step.requests):
+                rows = accepted.get(id(req), 0)
+                if rows and reported.going[n]:
+                    marks = marks_of(req)
+                    key = self._key(marks)
+                    if key not in sums:
+                        sums[key] = Detail()
+                    past = _past(req, reported) if last and any(each is req for each in last) else 0
+                    _block(step, n, first, rows, past, marks, sums[key])
+                first += step.rows[n]
+        for key, total in sums.items():
+            counters = self.telemetry.of(key)
+            for name in TOTALS:
+                setattr(counters, name, getattr(counters, name) + getattr(total, name))
+        for req in over:
+            if self.ended is not None and verified:
+                self.ended(req, marks_of(req).detail.blocks, _last(req, kept[-1]))
+            self._request(req)
 
     def _key(self, marks: Marks) -> str:
         """Of the rule that served the request: sampled ones got the engine's own comparison of ids."""
@@ -167,4 +205,42 @@ class Account:
         if serving_rule(self.policy, marks.temperature is None)[1] == SAMPLED_REQUEST:
             counters.fall_back(SAMPLED_REQUEST)
         if self.finished is not None and marks.tag is not None:
-            self.finished({"tag": marks.tag, "policy": self._key(marks)} | asdict(marks.detail))
+            self.finished({"tag": marks.tag, "policy": self._key(marks)} | marks.detail.to_json())
+
+
+def _positions(req: Any, reported: Reported) -> list[int]:
+    """Output positions of a request's accepted rows, from 1."""
+    return [pack.output_len for each, pack in zip(reported.run_reqs, reported.packs, strict=True) if each is req]
+
+
+def _past(req: Any, reported: Reported) -> int:
+    """Accepted rows past the end of a request that ended in this step."""
+    end = req.shm_req.finish_token_index - req.shm_req.input_len + 1
+    return sum(position > end for position in _positions(req, reported))
+
+
+def _last(req: Any, reported: Reported) -> int:
+    """Tokens kept of the step in which a request ended."""
+    return len(_positions(req, reported)) - _past(req, reported)
+
+
+def _block(step: Step, n: int, first: int, accepted: int, past: int, marks: Marks, total: Detail) -> None:
+    """One request in one step. accepted: rows, with the bonus; past: of them past the end."""
+    live, outputs, detail = step.live[n], accepted - past, marks.detail
+    whole = min(accepted - 1, live)
+    strict = min(outputs, whole)
+    if step.regret:
+        regret = [r for r in step.regret[first : first + strict] if r >= 0]
+        nats = sum(regret) * (marks.temperature or 1.0)
+        exhausted = step.stop[n] == BUDGET and live > 0 and not past and marks.temperature is not None
+        strict -= len(regret)
+        for each in (total, detail):
+            each.relaxed += len(regret)
+            each.regret_charged += nats
+            each.budget_exhausted += exhausted
+    for each in (total, detail):
+        each.blocks += 1
+        each.drafts_verified += live
+        each.strict_accepted += strict
+        each.committed_tokens += outputs
+    detail.step_lengths.append(whole)

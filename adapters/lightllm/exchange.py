@@ -23,6 +23,7 @@ from typing import Any
 FOLDER = "SPECACCEPT_TELEMETRY_DIR"
 ASK = "ask"
 POLL_S = 0.05
+BUSY_POLL_S = 0.25  # while steps are made: a thread that wakes up takes the interpreter from the one that makes them
 REPEAT_S = 1.0
 _ASKING = threading.Lock()  # one question at a time: the file holds one token
 
@@ -46,11 +47,19 @@ def _read(path: Path) -> str | None:
 
 
 class Responder:
-    """Answers for one rank. snapshot: () -> JSON object. world: how many ranks share the folder."""
+    """Answers for one rank. snapshot: () -> JSON object. world: how many ranks share the folder. steps: () -> a number
+    that grows while the engine works."""
 
-    def __init__(self, folder: Path, rank: int, world: int, snapshot: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world: int,
+        snapshot: Callable[[], dict[str, Any]],
+        steps: Callable[[], int] = int,
+    ) -> None:
         self.ask, self.file = folder / ASK, folder / f"rank-{rank}.json"
-        self.rank, self.world, self.snapshot = rank, world, snapshot
+        self.rank, self.world, self.snapshot, self.steps = rank, world, snapshot, steps
         self.answered: str | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -68,9 +77,11 @@ class Responder:
         """Answer for as long as the process lives."""
 
         def poll() -> None:
+            seen = 0
             while True:
                 self.answer()
-                time.sleep(POLL_S)
+                before, seen = seen, self.steps()
+                time.sleep(POLL_S if seen == before else BUSY_POLL_S)
 
         thread = threading.Thread(target=poll, name="specaccept-telemetry", daemon=True)
         thread.start()

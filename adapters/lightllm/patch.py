@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -30,7 +30,7 @@ from adapters.telemetry import Telemetry
 LOST = "logits not found"
 
 
-@dataclass
+@dataclass(slots=True)
 class Sampled:
     """What `sample` saw and chose in this thread's step. ids, logprobs: the engine's own tensors."""
 
@@ -55,6 +55,7 @@ class Engine:
 
     def __init__(self, policy: Policy, root: Path) -> None:
         self.policy, self.root, self.layout = policy, root, seams.layout_of(root)
+        self.policy_is_strict = policy.is_strict  # worked out once: this is asked every step
         self.telemetry = Telemetry("lightllm", "lightllm", seams.engine_version(root), policy)
         self.account = Account(self.telemetry, policy)
         self.ledger: accept.Ledger | None = None
@@ -75,14 +76,18 @@ class Engine:
         """(accept_len [N], accepted_index [R]) of a verify call; relaxed ids and log-probabilities edited in place."""
         local = self.local
         sampled, local.sampled, local.step, local.copies = local.sampled, None, None, None
-        own = partial(strict, table, starts, ids, slots)
         if self.lost or sampled is None or sampled.ids is not ids or len(sampled.requests) != ids.shape[0]:
             self._lose()
-            return own()
-        local.step = step = step_of(sampled.requests)
+            return strict(table, starts, ids, slots)
+        step = step_of(sampled.requests)
         if len(step.requests) != starts.shape[0]:
             self._lose()
-            return own()
+            local.step = step
+            return strict(table, starts, ids, slots)
+        local.step = step
+        if self.policy_is_strict and self.capture is None:
+            return strict(table, starts, ids, slots)
+        own = partial(strict, table, starts, ids, slots)
         chosen = None if self.capture is None else ids.clone()
         accept_len, accepted = self._decide(own, sampled, step, table, starts, ids, slots)
         if self.capture is not None and chosen is not None:
@@ -100,7 +105,7 @@ class Engine:
         slots: Tensor,
     ) -> tuple[Tensor, Tensor]:
         local = self.local
-        if self.policy.is_strict or not self._prepare(step, table):
+        if self.policy_is_strict or not self._prepare(step, table):
             return own()
         assert self.ledger is not None
         verdict = accept.judge(table, starts, ids, slots, sampled.logits, self.ledger, max(step.rows) - 1)
@@ -176,8 +181,9 @@ class Engine:
 
     def proposed(self, drafts: int) -> None:
         """The step's requests got `drafts` new draft columns."""
-        if self.local.step is not None:
-            for req in self.local.step.requests:
+        step = self.local.step
+        if step is not None:
+            for req in step.requests:
                 marks_of(req).drafts = drafts
 
     def take_step(self) -> Step | None:
@@ -191,6 +197,7 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         """Between two steps' counts, not within one."""
         with self.account.lock:
+            self.account.settle()
             return self.telemetry.snapshot()
 
     def _capture(self, rank: int, args: Any) -> None:
@@ -214,7 +221,7 @@ class Engine:
         folder = os.environ.get(exchange.FOLDER, "").strip()
         if folder:
             self.account.finished = exchange.Journal(Path(folder), rank).write
-            exchange.Responder(Path(folder), rank, world, self.snapshot).start()
+            exchange.Responder(Path(folder), rank, world, self.snapshot, lambda: self.account.steps).start()
         if rank == 0:
             print(f"specaccept: armed {self.policy.key} at {self.layout}", file=sys.stderr, flush=True)
 
@@ -296,10 +303,17 @@ def _arm_scatter(module: Any, name: str, drafts: Callable[[dict[str, Any]], int]
     @wraps(original)
     def scatter(*positional, **named):
         result = original(*positional, **named)
-        state.proposed(drafts(dict(zip(parameters, positional, strict=False)) | named))
+        if positional:
+            named = dict(zip(parameters, positional, strict=False)) | named
+        state.proposed(drafts(named))
         return result
 
     setattr(module, name, scatter)
+
+
+def going_of(requests: Sequence[Any]) -> list[bool]:
+    """Whether each had not ended."""
+    return [not req.finish_status.is_finished() for req in requests]
 
 
 def _arm_backend(module: Any, state: Engine) -> None:
@@ -344,7 +358,8 @@ def _arm_backend(module: Any, state: Engine) -> None:
         *rest,
         **named,
     ):
-        ended = {id(req) for req in run_reqs if req.finish_status.is_finished()}
+        step = state.take_step()
+        before = going_of(run_reqs if step is None else step.requests)
         result = post_handle(
             self,
             run_reqs,
@@ -355,9 +370,12 @@ def _arm_backend(module: Any, state: Engine) -> None:
             *rest,
             **named,
         )
-        step = state.take_step()
-        if self.is_master_in_dp:
-            state.account.add(step, run_reqs, run_reqs_update_packs, ended)
+        if self.is_master_in_dp and step is not None:
+            state.account.add(step, run_reqs, run_reqs_update_packs, before)
+        elif self.is_master_in_dp:
+            pairs = {id(req): req for req, going in zip(run_reqs, before, strict=True) if going}
+            if over := [req for req in pairs.values() if req.finish_status.is_finished()]:
+                state.account.end(over)
         return result
 
     @wraps(init_model)
@@ -367,8 +385,9 @@ def _arm_backend(module: Any, state: Engine) -> None:
         state.serve(self.global_rank, self.global_world_size, kvargs["args"])
         return result
 
-    backend._get_next_token_ranks = _get_next_token_ranks
-    backend._async_copy_next_token_infos_to_pin_mem = _async_copy_next_token_infos_to_pin_mem
+    if not state.policy_is_strict:  # these two are for what was edited
+        backend._get_next_token_ranks = _get_next_token_ranks
+        backend._async_copy_next_token_infos_to_pin_mem = _async_copy_next_token_infos_to_pin_mem
     backend._sample_and_scatter_token = _sample_and_scatter_token
     backend._post_handle = _post_handle
     backend.init_model = _init_model
