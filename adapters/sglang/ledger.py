@@ -7,8 +7,9 @@ the old owner is still in flight. Everything here is asynchronous: nothing waits
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -169,6 +170,12 @@ class Ledger:
 
 def table(configs: Sequence[AsdConfig], spent: Sequence[float]) -> Tensor:
     """[5, n] int32 on the host: bits of spent, budget and gate, then cap and normalized."""
-    params = as_params(configs, len(configs), torch.device("cpu"))
-    floats = torch.stack([torch.tensor(spent, dtype=torch.float32), params.budget, params.gate])
-    return torch.cat([floats.view(torch.int32), torch.stack([params.cap, params.normalized.int()])])
+    first = [struct.unpack("i", struct.pack("f", value))[0] for value in spent]
+    return torch.tensor([first, *zip(*map(words, configs), strict=True)], dtype=torch.int32)
+
+
+@lru_cache(maxsize=256)
+def words(config: AsdConfig) -> tuple[int, int, int, int]:
+    """A config as a column of the table, below spent."""
+    budget, gate, cap, normalized = as_params(config, 1, torch.device("cpu"))
+    return int(budget.view(torch.int32)), int(gate.view(torch.int32)), int(cap), int(normalized)
