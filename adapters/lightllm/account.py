@@ -6,7 +6,6 @@ The engine's mtp_* counters of a request run past its end; these do not, so they
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,7 +172,9 @@ class Account:
         kept, self.kept = self.kept, []
         sums: dict[str, Detail] = {}
         for place, reported in enumerate(kept):
-            accepted = Counter(map(id, reported.run_reqs))
+            accepted: dict[int, int] = {}
+            for req in reported.run_reqs:
+                accepted[id(req)] = accepted.get(id(req), 0) + 1
             step, first = reported.step, 0
             last = over if verified and place == len(kept) - 1 else ()
             for n, req in enumerate(step.requests):

@@ -30,7 +30,21 @@ POLICIES = {
     "asd-b0": {"rule": "asd", "budget": 0.0},
     "asd": {"rule": "asd", "budget": 2.0625, "gate": 2.0625, "max_mismatches": 1, "suffix_value": "normalized"},
 }
-VIEWS = ("view", "slice", "select", "split", "unbind", "alias", "expand", "unsqueeze", "empty", "detach", "lift")
+VIEWS = (
+    "view",
+    "slice",
+    "select",
+    "split",
+    "unbind",
+    "alias",
+    "expand",
+    "unsqueeze",
+    "empty",
+    "detach",
+    "lift",
+    "to.",  # of a tensor that has the type already
+    "resolve",
+)
 
 
 def main() -> int:
