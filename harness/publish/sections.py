@@ -144,7 +144,7 @@ def warnings(shown: Shown) -> list[Cell]:
 
 def why(record: Record) -> str:
     if record.verdict is None:
-        return f"{record.status}: {record.error or 'no reason'}"
+        return f"{record.status}: {record.error or 'the run was cut off'}"
     again = f"; {text}" if (text := judged_again(record)) else ""
     return f"verdict {record.verdict.outcome}" + "".join(f"; {reason}" for reason in record.verdict.reasons) + again
 
@@ -314,8 +314,12 @@ def sweeps_of(results: Path) -> list[Manifest]:
 
 
 def replayed(replays: Sequence[Replay]) -> list[Replay]:
-    """The newest replay of each capture that passed."""
-    newest = {each.capture["manifest_sha256"]: each for each in replays if each.verdict.outcome == "pass"}
+    """The newest that passed of each capture and each policy whose blocks were read from it."""
+    newest = {
+        (each.capture["manifest_sha256"], each.capture["policy"]): each
+        for each in replays
+        if each.verdict.outcome == "pass"
+    }
     return list(newest.values())
 
 

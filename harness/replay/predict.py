@@ -124,6 +124,12 @@ def tokens_per_second(
     return float(batch * output.sum() / wall.sum())
 
 
+def _same(rows: Sequence[Row], base: Sequence[Row]) -> bool:
+    """The baseline, or an arm with its very answers in its very steps (B = 0): the curve was fitted on those."""
+    told = {row.item: (row.output_ids, row.steps) for row in base}
+    return all(told.get(row.item) == (row.output_ids, row.steps) for row in rows)
+
+
 def live_tokens_per_step(rows: Sequence[Row]) -> float:
     """As a replay counts: the prompt's own token is no part of any step."""
     return (sum(len(row.output_ids) for row in rows) - len(rows)) / sum(row.steps for row in rows)
@@ -158,7 +164,7 @@ def predict(outcomes: Sequence[Outcome], times: Sequence[Bench], live: Sequence[
                     "key": about.policy_key,
                     "run": bench.record.id,
                     "batch": bench.batch,
-                    "fitted": arm == bench.baseline and any(point.run == bench.record.id for point in curve),
+                    "fitted": any(point.run == bench.record.id for point in curve) and _same(rows, base),
                     "predicted_tps": told,
                     "live_tps": tps,
                     "error": None if told is None or not seen else told / seen - 1,

@@ -166,7 +166,7 @@ def test_a_question_without_a_pass_is_apart(results, outcome):
 
 def test_without_a_pass_the_page_says_so(tmp_path):
     text = text_of(tmp_path)
-    assert "No bench has passed yet." in text
+    assert "No bench outside a sweep has passed yet." in text
     assert all("".join(cell).strip() for cell in Page(text).cells)
 
 
@@ -389,6 +389,19 @@ def test_replays_are_a_table_with_their_limits_and_failures_are_apart(results, c
     assert "3 blocks differ" in apart(text)
     readme = (results / "README.md").read_text().partition("## Replayed")[2]
     assert "| asd | 4.50 [4.00, 5.00] |" in readme
+
+
+def test_blocks_of_each_policy_of_a_capture_are_shown(results, check):
+    """Of one capture the newest of each policy: chain's blocks are not block's."""
+    for day, policy in enumerate(("strict", "asd-b0", "strict"), 1):
+        replay(results, f"2026010{day}T000000Z-00000000", policy=policy)
+    write(results)
+    assert check() == (0, "")
+    section = (
+        (results / SITE).read_text().partition('<section aria-labelledby="replayed">')[2].partition("</section>")[0]
+    )
+    shown = [name for name in ("20260101", "20260102", "20260103") if f"{name}T000000Z" in section]
+    assert shown == ["20260102", "20260103"]
 
 
 @pytest.mark.parametrize("name", ["replay", "sweep"])

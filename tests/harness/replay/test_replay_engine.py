@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -222,6 +223,14 @@ def test_a_linear_engine_is_predicted_exactly():
     assert found["rows"][0]["live_tokens_per_step"] == pytest.approx(4.0)
     assert found["rows"][0]["fitted"] is True
     assert found["mean_abs_error"] is None  # nothing but the row that was fitted
+    equal = Outcome("asd-b0", Policy("asd", budget=0.0), "deterministic", tokens_per_step={"all": {"value": 4.0}})
+    again = predict.Bench(made.record, made.rows + [msgspec.structs.replace(row, arm="asd-b0") for row in made.rows])
+    again.record.arms["asd-b0"] = type("Arm", (), {"policy_key": equal.policy.key})
+    again.record.summary["arms"]["asd-b0"] = again.record.summary["arms"]["strict"]
+    told = predict.predict([outcome, equal], [made], [again])
+    assert [row["fitted"] for row in told["rows"]] == [True, True]  # the same answers in the same steps
+    assert told["mean_abs_error"] is None
+    del again.record.arms["asd-b0"]
     faster = Outcome("asd", ASD, "deterministic", tokens_per_step={"all": {"value": 8.0}})
     output = 4 * steps + 1
     wall = sum(row.wall_s for row in made.rows) - 6e-3 * steps.sum() / 2
