@@ -14,7 +14,7 @@ OVERRIDES = $(foreach v,$(VARIABLES),$(if $(value $(v)),$(call quote,$(shell ech
 HARNESS = $(BIN)/python -m harness
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench gate calibrate sweep replay tables tables-check site doctor images test check bench-reference bench-kernels bench-load lock clean
+.PHONY: help setup bench gate calibrate sweep replay tables tables-check site rejudge doctor images test check bench-reference bench-kernels bench-load lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ $(STAMP): requirements.lock pyproject.toml setup.py
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-bench gate calibrate sweep replay tables tables-check site doctor: $(STAMP)
+bench gate calibrate sweep replay tables tables-check site rejudge doctor: $(STAMP)
 	@$(HARNESS) task=$(subst -,_,$@) $(OVERRIDES) $(ARGS)
 
 bench: ## strict, asd-b0 and the policy on one engine: TPS, accuracy, identity
@@ -39,6 +39,7 @@ replay: ## every policy on one capture: make replay CAPTURE=folder (recipes/task
 tables: ## results/README.md, the plots and the page, again, from the records
 tables-check: ## fails when a table or the page differs from its records or lacks provenance
 site: ## results/site/index.html alone
+rejudge: ## a sealed run judged again by today's code: make rejudge ARGS='run=FOLDER why="..."'
 doctor: ## what this machine can run, row by row, and why not
 
 images: $(STAMP) ## make images IMAGE=reference-cpu [ARGS="--base-image REFERENCE"]: recipes/docker-images
