@@ -125,8 +125,8 @@ class LightLLMClient(NativeClient):
 def installed_version() -> str:
     """Of the checkout that a server started here runs, which LightLLM does not say itself; empty: none here."""
     spec = importlib.util.find_spec("lightllm")
-    if spec is None or not spec.submodule_search_locations:
-        return ""
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
+        return ""  # without an origin: any folder of that name on the path, and no checkout
     return seams.engine_version(Path(next(iter(spec.submodule_search_locations))).resolve().parent)
 
 

@@ -274,7 +274,10 @@ def test_an_armed_client_needs_the_folder():
         connect("lightllm", "http://127.0.0.1:1")
 
 
-def test_the_version_of_an_unarmed_engine_is_its_checkout_s(monkeypatch):
+def test_the_version_of_an_unarmed_engine_is_its_checkout_s(monkeypatch, tmp_path):
+    assert installed_version() == ""
+    (tmp_path / "lightllm").mkdir()  # a folder of that name is no engine
+    monkeypatch.syspath_prepend(str(tmp_path))
     assert installed_version() == ""
     monkeypatch.syspath_prepend(str(DOUBLE))
     assert installed_version().startswith("lightspec+seams.")
