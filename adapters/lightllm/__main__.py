@@ -27,7 +27,7 @@ def armed_environment(environ: MutableMapping[str, str]) -> None:
 
 def installed_root() -> Path:
     spec = importlib.util.find_spec("lightllm")
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:  # no origin: a folder of that name
         raise seams.Refused(["lightllm: expected an importable package, found none (PYTHONPATH?)"])
     return Path(next(iter(spec.submodule_search_locations))).resolve().parent
 

@@ -37,10 +37,12 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def installed(package: str) -> bool:
+    """Importable as a package of its own: any folder on the path makes a namespace of its name, without an origin."""
     try:
-        return importlib.util.find_spec(package) is not None
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return False
+    return spec is not None and spec.origin is not None
 
 
 def pair(model: str, engine: str) -> Config:

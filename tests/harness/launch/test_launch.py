@@ -1,5 +1,6 @@
 """Bringing an engine up: proof of readiness and identity, and nothing left behind."""
 
+import importlib
 import os
 import sys
 from contextlib import contextmanager
@@ -174,3 +175,12 @@ def test_a_pair_that_cannot_be_says_what_runs_instead(monkeypatch, pair):
     assert "\n" not in str(caught.value)
     assert "runs here" in str(caught.value)
     assert unsupported(load(["model=deepseek-v4-flash"])) == "deepseek-v4-flash runs on sglang only"
+
+
+def test_a_folder_of_an_engine_s_name_is_no_engine(monkeypatch, tmp_path):
+    (tmp_path / "some_engine").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not capability.installed("some_engine")
+    (tmp_path / "some_engine" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert capability.installed("some_engine")
