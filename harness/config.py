@@ -186,6 +186,7 @@ class EngineConfig:
 class LaunchConfig:
     """How the engine is brought up. stop_timeout_s: seconds between SIGTERM and SIGKILL.
 
+    cores: CPU cores that each server process has for itself; the client keeps the rest (None: all share all).
     Of process alone: together: the servers of a run are up side by side, and its arms alternate over them; only one is
     asked at a time. They share the machine's memory: give each its part by engine.flags.
     Of docker alone: replicas: servers, each on GPUs of its own, which share the items (None: one, or what the named
@@ -197,6 +198,7 @@ class LaunchConfig:
 
     name: str = ""
     stop_timeout_s: float = 20.0
+    cores: int | None = None
     replicas: int | None = None
     gpus: list[int] | None = None
     port: int | None = None
@@ -213,7 +215,9 @@ class LaunchConfig:
             raise ConfigError(f"launch.together: belongs to launch=process, found it with launch={self.name}")
         _one_of("launch", "code", self.code, ("process", "container"))
         _at_least(self, "launch", 0, "stop_timeout_s")
-        _at_least(self, "launch", 1, "replicas", "port")
+        _at_least(self, "launch", 1, "replicas", "port", "cores")
+        if self.cores is not None and self.name == "attach":
+            raise ConfigError("launch.cores: of servers that are started here, found it with launch=attach")
 
 
 @dataclass

@@ -157,11 +157,16 @@ def plan(config: Config) -> str:
         raise TaskError(str(error).splitlines()[0]) from None
 
 
-def planned(task: str, wanted: Grid) -> tuple[Manifest, Path]:
-    """The sweep and its root of results. Every point is composed and checked before the first one runs."""
+def planned(task: str, wanted: Grid, jobs: int = 1) -> tuple[Manifest, Path]:
+    """The sweep and its root of results. Every point is composed and checked before the first one runs.
+
+    jobs: at a time on one machine.
+    """
     points, results = [], None
     for own in wanted.points():
         config = load([f"task={task}", *wanted.base, *own])
+        if config.launch.cores is not None and jobs > 1:
+            raise ConfigError(f"launch.cores: jobs side by side would share them: expected sweep.jobs=1, found {jobs}")
         results = config.results
         points.append(Point(_values(own), plan(config)))
     assert results is not None
@@ -177,7 +182,7 @@ def run(arguments: Sequence[str]) -> int:
     """The whole sweep. Raises ConfigError, TaskError."""
     own, overrides = options(arguments)
     wanted = grid(overrides)
-    asked, results = planned(own.task, wanted)
+    asked, results = planned(own.task, wanted, 1 if own.launcher == "slurm" else own.jobs)
     try:
         write(results, asked)
     except OSError as error:

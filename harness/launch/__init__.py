@@ -13,15 +13,16 @@ from pathlib import Path
 
 from adapters.policy import Policy
 from harness.config import Config
-from harness.launch import attach, docker, process
+from harness.launch import attach, cores, docker, process
 from harness.launch.base import LaunchError, RunningEngine
 
 LAUNCHERS = {"process": process, "attach": attach, "docker": docker}
 
 
-def preflight(config: Config) -> None:
-    """Raises LaunchError for what cannot run here, and says what would."""
+def preflight(config: Config, servers: int = 1) -> None:
+    """Raises LaunchError for what cannot run here, and says what would. servers: that are up at once."""
     LAUNCHERS[config.launch.name].preflight(config)
+    cores.shares(config, servers * (config.launch.replicas or 1))
 
 
 def launch(config: Config, log: Path, policy: Policy | None) -> AbstractContextManager[RunningEngine]:
@@ -47,9 +48,11 @@ def launch_all(config: Config, servers: Sequence[tuple[Path, Policy | None]]) ->
     if config.launch.name != "process":
         raise LaunchError(f"several servers at once need launch=process, found {config.launch.name}")
     with ExitStack() as stack:
+        own = cores.shares(config, len(servers))
+        stack.enter_context(cores.client(own))
         starting: list[process.Starting] = []
-        for log, policy in servers:
-            starting.append(stack.enter_context(process.start(config, log, policy)))
+        for place, (log, policy) in enumerate(servers):
+            starting.append(stack.enter_context(process.start(config, log, policy, own[place] if own else None)))
 
         def check_alive() -> None:
             """While one is waited for, none of the others has died."""

@@ -24,7 +24,7 @@ from harness.engines import connect
 from harness.engines.base import EngineClient, EngineError, Server
 from harness.engines.checkpoint import is_hub_id
 from harness.engines.checkpoint import is_local as is_here
-from harness.launch import docker_gpu
+from harness.launch import cores, docker_gpu
 from harness.launch.base import LaunchError, RunningEngine
 from harness.launch.capability import gpus, unsupported
 from harness.launch.docker_container import Container, argv, host_config, hub_cache, inside, secret, unreadable
@@ -61,6 +61,10 @@ def preflight(config: Config) -> None:
         find_image(client, config)
         if is_local():
             _here(config)
+        elif config.launch.cores is not None:
+            raise LaunchError(
+                f"launch.cores: expected an engine of this machine, whose cores are known, found {host()}"
+            )
         elif not config.engine.per_request_policy:
             raise LaunchError(f"{config.engine.name}: its counters come by a shared folder, and {host()} shares none")
 
@@ -79,10 +83,14 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
         docker_gpu.watch([each for ids in devices for each in ids])
         output = stack.enter_context(log.open("ab"))
         stack.callback(_sweep, client, nonce)
+        own = cores.shares(config, replicas)
+        stack.enter_context(cores.client(own))
         started = []
         for index in range(replicas):
             telemetry = _shared(stack, config)
-            container = _create(client, config, image, policy, nonce, index, devices[index], telemetry)
+            container = _create(
+                client, config, image, policy, nonce, index, devices[index], telemetry, own[index] if own else None
+            )
             stack.callback(container.close, config.launch.stop_timeout_s)
             container.start(output, f"[{index}] " if replicas > 1 else "")
             started.append((container, telemetry))
@@ -96,7 +104,8 @@ def launch(config: Config, log: Path, policy: Policy) -> Iterator[RunningEngine]
         check_alive = _all([container for container, _ in started])
         shared = lanes[0] if replicas == 1 else ShardedClient(lanes)
         server = servers[0] if replicas == 1 else shared.server()
-        yield RunningEngine(shared, server, nonce, _how(config, image, started), check_alive)
+        pinned = {} if own is None else {"cores": own, "client_cores": cores.available()}
+        yield RunningEngine(shared, server, nonce, _how(config, image, started) | pinned, check_alive)
 
 
 def card(config: Config) -> str | None:
@@ -153,6 +162,7 @@ def _create(
     index: int,
     devices: list[str],
     telemetry: Path | None,
+    own: cores.Cores | None,
 ) -> Container:
     port = None if config.launch.port is None else config.launch.port + index
     labels = {OWNED: "engine", RUN: nonce, OWNER: owner()} | ({FOLDER: str(telemetry)} if telemetry else {})
@@ -162,7 +172,7 @@ def _create(
             argv(config),
             name=f"specaccept-{nonce}-{index}",
             labels=labels,
-            **host_config(config, policy, nonce, devices, port, telemetry),
+            **host_config(config, policy, nonce, devices, port, telemetry, own),
         )
         secret(made, config)
     return Container(made, config.engine.name)

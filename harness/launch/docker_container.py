@@ -9,6 +9,7 @@ import os
 import tarfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,7 @@ from harness.config import Config, rooted
 from harness.engines.checkpoint import is_hub_id
 from harness.launch.base import TELEMETRY, LaunchError
 from harness.launch.command import command
+from harness.launch.cores import spelled
 from harness.launch.docker_daemon import explained, is_local, remove
 
 PORT = 30000
@@ -112,9 +114,15 @@ def unreadable(folder: Path) -> str | None:
 
 
 def host_config(
-    config: Config, policy: Policy, nonce: str, devices: list[str], port: int | None, telemetry: Path | None
+    config: Config,
+    policy: Policy,
+    nonce: str,
+    devices: list[str],
+    port: int | None,
+    telemetry: Path | None,
+    cores: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Arguments of containers.create. devices: GPU ids, none for a CPU engine."""
+    """Arguments of containers.create. devices: GPU ids, none for a CPU engine. cores: all it may run on."""
     from docker.types import DeviceRequest, Ulimit
 
     image = config.image
@@ -130,6 +138,7 @@ def host_config(
         "mem_limit": int(image.memory_gib * GIB) if image.memory_gib else None,
         "memswap_limit": int(image.memory_gib * GIB) if image.memory_gib else None,
         "nano_cpus": int(image.cpus * 1e9) if image.cpus else None,
+        "cpuset_cpus": spelled(cores) if cores else None,
         "pids_limit": image.pids,
         "ulimits": [Ulimit(name="memlock", soft=-1, hard=-1)] if devices else None,  # NCCL pins host memory
         "cap_drop": ["ALL"],

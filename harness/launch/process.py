@@ -18,18 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from adapters.policy import ENVIRONMENT, Policy
 from adapters.telemetry import NONCE
 from harness.config import ROOT, Config
 from harness.engines import connect
 from harness.engines.base import EngineClient, EngineError, Server
+from harness.launch import cores as pinning
 from harness.launch.base import TELEMETRY, LaunchError, RunningEngine
 from harness.launch.capability import require
 from harness.launch.command import command, printable
@@ -47,7 +48,8 @@ def preflight(config: Config) -> None:
 
 @contextmanager
 def launch(config: Config, log: Path, policy: Policy | None) -> Iterator[RunningEngine]:
-    with start(config, log, policy) as starting:
+    own = pinning.shares(config, 1)
+    with pinning.client(own), start(config, log, policy, own[0] if own else None) as starting:
         yield starting.ready(starting.check_alive)
 
 
@@ -64,11 +66,11 @@ class Starting:
 
 
 @contextmanager
-def start(config: Config, log: Path, policy: Policy | None) -> Iterator[Starting]:
+def start(config: Config, log: Path, policy: Policy | None, cores: Sequence[int] | None = None) -> Iterator[Starting]:
     """The engine's process. Several can be started before one is waited for.
 
-    policy: None: the engine without its adapter. A child dies with the thread that started it (PR_SET_PDEATHSIG), so
-    this is called where the run lives.
+    policy: None: the engine without its adapter. cores: all it may run on (None: wherever this process may). A
+    child dies with the thread that started it (PR_SET_PDEATHSIG), so this is called where the run lives.
     """
     own_port = config.engine.kind == "reference"
     port = 0 if own_port else _free_port()
@@ -79,7 +81,7 @@ def start(config: Config, log: Path, policy: Policy | None) -> Iterator[Starting
         environment = _environment(config, policy, nonce, telemetry)
         output = stack.enter_context(log.open("ab"))
         written = _Log(log, output.tell())
-        child = stack.enter_context(_child(argv, environment, output, config.launch.stop_timeout_s))
+        child = stack.enter_context(_child(argv, environment, output, config.launch.stop_timeout_s, cores))
         check_alive = _watch(child, written)
         deadline = time.monotonic() + config.engine.ready_timeout_s
 
@@ -88,7 +90,10 @@ def start(config: Config, log: Path, policy: Policy | None) -> Iterator[Starting
             client = connect(config.engine.api, url, telemetry, unarmed=policy is None)
             stack.callback(client.close)
             server = _ready(client, config, nonce, policy, watch, deadline)
-            how = {"kind": "process", "url": None, "command": printable(argv), "image_digest": None}
+            how: dict[str, Any] = {"kind": "process", "url": None, "command": printable(argv), "image_digest": None}
+            if cores is not None:
+                pinning.check(child.pid, cores)
+                how |= {"cores": [list(cores)], "client_cores": pinning.available()}
             return RunningEngine(client, server, nonce, how, check_alive)
 
         yield Starting(check_alive, partial(_signal_group, child, signal.SIGTERM), ready)
@@ -127,14 +132,20 @@ def _free_port() -> int:
         return probe_socket.getsockname()[1]
 
 
-def _die_with_parent() -> None:
+def _before_exec(cores: Sequence[int] | None) -> None:
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def _child(
-    argv: list[str], environment: dict[str, str], output: BinaryIO, stop_timeout_s: float
+    argv: list[str],
+    environment: dict[str, str],
+    output: BinaryIO,
+    stop_timeout_s: float,
+    cores: Sequence[int] | None = None,
 ) -> Iterator[subprocess.Popen]:
     try:
         child = subprocess.Popen(
@@ -145,9 +156,9 @@ def _child(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C of the terminal must reach the harness alone
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(_before_exec, cores),
         )
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"engine: cannot start {argv[0]}: {error}") from None
     try:
         yield child

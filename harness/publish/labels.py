@@ -214,7 +214,9 @@ def machine(record: Record) -> str:
     found = record.environment
     names = [gpu["name"] for gpu in found["gpus"]]
     counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return f"{found['cpu']}, {found['cores']} cores" + (f", {counted}" if counted else ", no GPU")
+    own = record.identity.config.get("launch", {}).get("cores")
+    pinned = f" ({own} for each server alone)" if own else ""
+    return f"{found['cpu']}, {found['cores']} cores{pinned}" + (f", {counted}" if counted else ", no GPU")
 
 
 def code(record: Record) -> str:

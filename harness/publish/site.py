@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from harness.launch.cores import spelled
 from harness.publish import cells, charts, labels, parts, sections
 from harness.publish.parts import Cell, Link
 from harness.publish.sections import Published
@@ -308,6 +309,7 @@ def drawer(record: Record, arm: str) -> dict[str, Any]:
         ],
         "Machine": [
             ("cpu", f"{_known(environment.get('cpu'))}, {_known(environment.get('cores'))} cores"),
+            *([("cores", _cores(launched))] if launched.get("cores") else []),
             ("memory", f"{_known(environment.get('memory_gib'))} GiB"),
             ("gpus", gpus),
             ("driver", environment.get("driver") or "none"),
@@ -332,7 +334,18 @@ def drawer(record: Record, arm: str) -> dict[str, Any]:
 def _server(found: Mapping[str, Any]) -> str:
     """One of several servers of a run that were up side by side."""
     armed = "with" if found.get("armed") else "without"
-    return f"{armed} the adapter, version {_known(found.get('version'))}: {_known(found.get('command'))}"
+    pinned = f", on cores {_each(found['cores'])}" if found.get("cores") else ""
+    return f"{armed} the adapter, version {_known(found.get('version'))}{pinned}: {_known(found.get('command'))}"
+
+
+def _cores(launched: Mapping[str, Any]) -> str:
+    """Of a run whose servers had cores of their own: whose are whose, server by server."""
+    servers = [each["cores"] for each in launched.get("servers") or [launched]]
+    return f"servers {'; '.join(map(_each, servers))}; client {spelled(launched['client_cores'])}"
+
+
+def _each(replicas: Sequence[Sequence[int]]) -> str:
+    return " and ".join(map(spelled, replicas))
 
 
 def _known(value: Any) -> str:

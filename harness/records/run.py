@@ -289,7 +289,7 @@ class Run:
                  if getattr(found, name) != getattr(identity, name)), "digest")  # fmt: skip
             expected, other = _short(getattr(identity, changed)), _short(getattr(found, changed))
             raise CannotContinue(
-                f"{self.record.id}: {changed}: it was begun with {expected}, found {other}: resume=false starts another"
+                f"{self.record.id}: {changed}: it was begun with {expected}, found {other}: resume=never starts another"
             )
         self.record.identity = found
         self.save()
@@ -442,7 +442,7 @@ def _locked(path: Path, mode: str, wait: bool = False) -> BinaryIO:
         fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         stream.close()
-        raise Busy(f"{path.parent.name} is being made by another process: resume=false starts another run") from None
+        raise Busy(f"{path.parent.name} is being made by another process: resume=never starts another run") from None
     except OSError:
         pass  # a file system without locks
     if os.fstat(stream.fileno()).st_nlink == 0:

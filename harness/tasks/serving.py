@@ -118,6 +118,7 @@ def observe(config: Config, run: Run, engine: RunningEngine, group: Sequence[Pla
     if run.continued is not None and record.server is not None:
         _tell(run, engine, group)
         _check_version(record.server, server)
+        _check_cores(record.launch or {}, engine, group)
         if snapshot is not None:
             run.observe(snapshot.raw.get("files") or {}, _made_of(snapshot), engine.how["image_digest"])
         return
@@ -155,7 +156,8 @@ def _tell(run: Run, engine: RunningEngine, group: Sequence[Plan]) -> None:
     told = record.launch.setdefault("servers", [])
     if all(each["arms"] != arms for each in told):
         armed, command = server.snapshot is not None, engine.how["command"]
-        told.append({"arms": arms, "armed": armed, "version": server.version, "command": command})
+        cores = {"cores": engine.how["cores"]} if "cores" in engine.how else {}
+        told.append({"arms": arms, "armed": armed, "version": server.version, "command": command} | cores)
         run.save()
 
 
@@ -167,6 +169,14 @@ def _check_version(first: Mapping[str, Any] | None, server: Server) -> None:
     """Servers of one run are one engine; one that does not say its version (empty) is started from the same files."""
     if first is not None and server.version and server.version != first["version"]:
         raise LaunchError(f"engine: version: expected {first['version']}, found {server.version}")
+
+
+def _check_cores(began: Mapping[str, Any], engine: RunningEngine, group: Sequence[Plan]) -> None:
+    """A run that is continued has its servers on the cores it was begun on."""
+    arms = [arm.name for arm in group]
+    first = next((each for each in began.get("servers", []) if each["arms"] == arms), began)
+    if (expected := first.get("cores")) != (found := engine.how.get("cores")):
+        raise LaunchError(f"launch.cores: this run was begun on {expected}, found {found}: resume=never starts another")
 
 
 def _described(server: Server) -> tuple[str, str, str | None]:

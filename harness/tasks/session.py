@@ -284,7 +284,7 @@ def session(
 
     choose: the items of this task.
     """
-    preflight(config)
+    preflight(config, len(workload.get("servers") or [1]) if config.launch.together else 1)
     try:
         words = tokenizer(config.model.target, config.model.revision)
         traffic = load(config.traffic.options())

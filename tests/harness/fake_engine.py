@@ -3,6 +3,7 @@
 The answer to a prompt is a function of its ids. A policy with a budget changes the last id of some answers and says so.
 FAKE_FAULT names one way to misbehave (FAULTS); FAKE_AFTER: only from that many generations on. FAKE_TICKS: a pipe that
 gets a byte per generation, and ends with the process. FAKE_UNARMED: there is no adapter, and nobody asks for one.
+FAKE_ROAMS: it sets its own affinity, to every core there is.
 
 Run as a module it takes the command line of the reference engine.
 """
@@ -297,6 +298,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.environ.get("FAKE_FAULT") == "refuse":
         raise SystemExit("fake: draft: expected a folder, found nothing")
+    if "FAKE_ROAMS" in os.environ:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     if os.environ.get("FAKE_FAULT") == "stubborn":  # outlives SIGTERM, and leaves a worker
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
