@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -26,15 +27,16 @@ from adapters.policy import CUSTOM_PARAM, GREEDY_RULES, REFERENCE_ONLY, REFERENC
 from adapters.rules import block, sampling
 from adapters.rules.asd import BUDGET, AsdConfig
 from adapters.sglang import seams
-from adapters.sglang.capture import Capture, Pending
-from adapters.sglang.ledger import STRICT, Copied, Detail, Ledger, to_device, to_host
+from adapters.sglang.capture import HEALTH_CHECK, Capture, Pending
+from adapters.sglang.ledger import STRICT, Detail, Ledger, to_device, to_host
 from adapters.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
 STATE = "_specaccept"  # the attribute of an engine request that holds its State
-HEALTH_CHECK = "HEALTH_CHECK"  # request ids of the engine's own probes
+OWNER = "__req__"  # custom_params: what SGLang adds for custom logit processors, in a copy of its own
 NATIVE_BLOCK = "block-engine"
+OPEN = 1024  # requests in `Adapter.open` before it looks which of them the engine has dropped
 REJECTIONS = f"{CUSTOM_PARAM}_first_rejections"  # custom_params: true keeps [regret, position, live] of each rejection
 SAMPLED_OUTPUTS = ("predicts", "accept_index", "accept_token_num")
 FAULT = "draft probability 0 at a drafted token"
@@ -51,11 +53,17 @@ def asd_config(policy: Policy) -> AsdConfig:
     return AsdConfig.from_policy(policy)
 
 
-@dataclass
+@lru_cache(maxsize=256)
+def policy_key(policy: Policy) -> str:
+    return policy.key
+
+
+@dataclass(eq=False)
 class State:
     """One request. spent, relaxed, exhausted: of committed drafts only. outputs: output ids accounted for so far.
 
     lengths: accepted drafts of each verify step, those cut at the end included. verified: live drafts of all of them.
+    What a step leaves here waits for `Adapter.settle`: booked is the number of steps that are in the counters.
     """
 
     policy: Policy
@@ -67,6 +75,11 @@ class State:
     exhausted: int = 0
     verified: int = 0
     lengths: list[int] = field(default_factory=list)
+    booked: int = 0
+    lives: list[int] = field(default_factory=list)  # of the steps not booked, where steps differ in live drafts
+    relaxations: list[tuple[int, int, list[float]]] = field(default_factory=list)  # step, bits, charges; not booked
+    drained: list[int] = field(default_factory=list)  # steps stopped for lack of budget, not booked
+    rejected: list[tuple[int, float]] = field(default_factory=list)  # step, regret of its first failed draft
     rejections: list[tuple[float, int, int]] | None = None  # kept where the request asks for them
     native: bool = False  # the engine's own accept gives this request's answer and all that its counters need
 
@@ -78,7 +91,7 @@ class State:
     @cached_property
     def key(self) -> str:
         """Whose counters its blocks move: the policy's, or the rule's that serves instead of it."""
-        return self.policy.key if self.fallback is None else self.rule
+        return policy_key(self.policy) if self.fallback is None else self.rule
 
     @property
     def config(self) -> AsdConfig:
@@ -88,7 +101,7 @@ class State:
         """`meta_info.specaccept` of the response."""
         found = {
             "policy": self.key,
-            "asked": self.policy.key,
+            "asked": policy_key(self.policy),
             "relaxed": self.relaxed,
             "regret": self.spent,
             "spent": self.spent,
@@ -134,6 +147,9 @@ class Adapter:
         self.ledger: Ledger | None = None
         self.step: Step | None = None
         self.capture: Capture | None = None
+        self.open: dict[State, weakref.ref] = {}  # requests that have not ended
+        self.open_limit = OPEN
+        self.policies: dict[str, Policy] = {}  # requests share a few: by the JSON they came as
         self.refused: dict[str, str] = {}  # rule -> why this server cannot serve it
         self.caps: dict[int, SimpleNamespace] = {}
         self.native_sampled = "chain"  # what the engine does with a sampled row
@@ -145,7 +161,7 @@ class Adapter:
     def params(self, original: Callable, params: Any, vocab_size: int) -> None:
         """Tokenizer process: a malformed policy is the client's error, before the request is queued."""
         original(params, vocab_size)
-        request_policy(params.custom_params)  # PolicyError is a ValueError: the engine answers 400
+        self.requested(params.custom_params)  # PolicyError is a ValueError: the engine answers 400
 
     def admit(self, original: Callable, req: Any, enable_overlap: bool) -> str | None:
         """Scheduler process: the message of a request this server cannot honour, or None."""
@@ -153,28 +169,51 @@ class Adapter:
         if error is not None:
             return error
         try:
-            policy = request_policy(req.sampling_params.custom_params)
+            policy = self.requested(req.sampling_params.custom_params)
         except PolicyError as malformed:
             return str(malformed)
         if policy is not None and policy.rule in self.refused:
             return f"sampling_params.custom_params.{CUSTOM_PARAM}: policy.rule: {self.refused[policy.rule]}"
         return None
 
+    def requested(self, custom_params: Any) -> Policy | None:
+        """`request_policy`, remembered: a request is asked three times, and most bring what the last one did."""
+        if custom_params is None:
+            return None
+        if not isinstance(custom_params, dict) or CUSTOM_PARAM not in custom_params:
+            return request_policy(custom_params)
+        text = repr(custom_params[CUSTOM_PARAM])  # tells 1 from True and 1.0, which a policy does too
+        policy = self.policies.get(text)
+        if policy is None:
+            policy = request_policy(custom_params)
+            assert policy is not None
+            if len(self.policies) < OPEN:
+                self.policies[text] = policy
+        return policy
+
     def state(self, req: Any) -> State | None:
         """The state of a request, made at its first prefill and kept through chunks and retraction."""
         if STATE not in req.__dict__:
-            req.__dict__[STATE] = self._new_state(req)
+            state = req.__dict__[STATE] = self._new_state(req)
+            if state is not None:
+                if len(self.open) >= self.open_limit:
+                    self.book()
+                    self.open_limit = max(OPEN, 2 * len(self.open))
+                self.open[state] = weakref.ref(req)
         return req.__dict__[STATE]
 
     def _new_state(self, req: Any) -> State | None:
         if req.to_finish is not None or req.rid.startswith(HEALTH_CHECK):
             return None  # refused at admission, or the engine asking itself: nothing to serve
-        policy = request_policy(req.sampling_params.custom_params) or self.arming.default
+        custom = req.sampling_params.custom_params
+        policy = self.requested(custom) or self.arming.default
         if policy is None:
             return None
+        if custom is not None and req.custom_logit_processor is None:
+            custom.pop(OWNER, None)  # older releases tie a request to itself by it: only the collector would free it
         rule, fallback = serving_rule(policy, is_sampled(req))
         state = State(policy, self.native_sampled if rule == "chain" else rule, fallback)
-        if rule in GREEDY_RULES and (req.sampling_params.custom_params or {}).get(REJECTIONS) is True:
+        if rule in GREEDY_RULES and (custom or {}).get(REJECTIONS) is True:
             state.rejections = []
         exact = rule == "strict" or state.rule == self.native_sampled or (rule == "asd" and not state.walks)
         state.native = exact and state.rejections is None
@@ -210,6 +249,8 @@ class Adapter:
         states = [self.state(req) for req in reqs]
         for req, state in zip(reqs, states, strict=True):
             if state is not None:
+                if len(state.lengths) > state.booked:  # it was retracted: what was committed stays
+                    self.settle(state)
                 state.outputs = len(req.output_ids) + 1  # the prefill emits one id itself
         if self.ledger is None and any(s is not None and s.walks for s in states):
             assert self.worker is not None
@@ -225,10 +266,14 @@ class Adapter:
 
     def begin(self, reqs: Sequence[Any], slots: Tensor) -> Step | None:
         """The Step of a decode batch, or None where the engine's own rules serve all of it."""
+        if self.capture is None and self.arming.verify_cap is None:
+            for req in reqs:
+                state = req.__dict__.get(STATE)
+                if state is not None and not state.native:
+                    break
+            else:
+                return None
         states = [req.__dict__.get(STATE) for req in reqs]
-        plain = self.arming.verify_cap is None and all(s is None or s.native for s in states)
-        if plain and self.capture is None:
-            return None
         sampled = [
             (self.native_sampled if s is None else s.rule) if is_sampled(req) else None
             for req, s in zip(reqs, states, strict=True)
@@ -387,59 +432,92 @@ class Adapter:
 
     # -- host side ----------------------------------------------------------------------------------------------
 
+    @property
+    def drafts(self) -> int:
+        """K."""
+        assert self.worker is not None
+        return self.worker.drafts
+
     def result(
         self, original: Callable, processor: Any, req: Any, batch: Any, result: Any, i: int, logits_output: Any
     ) -> None:
-        """Once per row the engine did not discard, after its stop conditions have cut the output."""
+        """Once per row the engine did not discard, after its stop conditions have cut the output.
+
+        No more than a note of the step: `settle` counts it when the request ends or somebody reads the counters.
+        """
         state = req.__dict__.get(STATE)
         if state is not None:
-            detail = getattr(result, "specaccept", None)
-            self.account(state, len(req.output_ids_through_stop), result, i, detail)
+            state.lengths.append(result.num_correct_drafts_per_req_cpu[i])
+            if result.cap_lens is not None:
+                state.lives += [self.drafts] * (len(state.lengths) - state.booked - 1 - len(state.lives))
+                state.lives.append(int(result.cap_lens[i]) - 1)
+            if state.walks:
+                bits, stop = result.specaccept.rows
+                if bits[i]:
+                    state.relaxations.append((len(state.lengths), bits[i], result.specaccept.charges[i]))
+                if stop[i] == BUDGET:
+                    state.drained.append(len(state.lengths))
+            if state.rejections is not None:
+                state.rejected.append((len(state.lengths), float(result.specaccept_rejected[i])))
+            if req.finished():
+                self.settle(state, len(req.output_ids_through_stop))
         if self.capture is not None:
             self.capture.settle(req, len(req.output_ids_through_stop))
         original(processor, req, batch, result, i, logits_output)
 
-    def account(self, state: State, outputs: int, result: Any, i: int, detail: Copied | None) -> None:
-        """Book row i of a step: outputs is what the request has by now, the stop condition included."""
-        assert self.worker is not None
-        kept, state.outputs = outputs - state.outputs, outputs
-        accepted = result.num_correct_drafts_per_req_cpu[i]
-        committed = min(accepted, kept)
-        counters = self.telemetry.of(state.key)
-        counters.blocks += 1
-        counters.committed_tokens += kept
-        live = self.worker.drafts
-        if result.cap_lens is not None or self.arming.verify_cap is not None:
-            live = self._verified(result, i)
-        counters.drafts_verified += live
-        state.verified += live
-        state.lengths.append(int(accepted))
-        if state.rejections is not None and committed == accepted < live:
-            state.rejections.append((float(result.specaccept_rejected[i]), accepted, live))
-        if not state.walks:
-            counters.strict_accepted += committed
-            if state.rule == "asd" and committed == accepted < live:
-                counters.budget_exhausted += 1
-                state.exhausted += 1
+    def settle(self, state: State, outputs: int | None = None) -> None:
+        """Book the steps of a request that are not in the counters yet.
+
+        outputs: the ids it ended with, its stop condition included; None: it goes on, so that every step so far is in
+        its output whole. Only a last step is cut, and what is cut is neither counted nor charged.
+        """
+        lengths = state.lengths[state.booked :]
+        first, last = state.booked + 1, len(state.lengths)  # steps are numbered from 1
+        if not lengths:
             return
-        assert detail is not None
-        bits, stop = detail.rows
-        relaxed, before = bin(bits[i] & ((1 << committed) - 1)).count("1"), state.spent
-        if relaxed:
-            for r in detail.charges[i][:committed]:
+        whole = sum(lengths) + len(lengths)
+        kept = whole if outputs is None else outputs - state.outputs
+        final = min(lengths[-1], lengths[-1] + 1 - (whole - kept))  # drafts of the last step that the output has
+        most = self.drafts if self.arming.verify_cap is None else min(self.drafts, self.arming.verify_cap)
+        lives = [min(live, most) for live in state.lives]
+        lives += [most] * (len(lengths) - len(lives))
+        counters = self.telemetry.of(state.key)
+        counters.blocks += len(lengths)
+        counters.committed_tokens += kept
+        counters.drafts_verified += sum(lives)
+        state.verified += sum(lives)
+        reached = len(lengths) - (final != lengths[-1])  # steps that were not cut before their stop
+        relaxed, before = 0, state.spent
+        for step, bits, charges in state.relaxations:
+            committed = final if step == last else state.lengths[step - 1]
+            relaxed += (bits & ((1 << committed) - 1)).bit_count()
+            for r in charges[:committed]:
                 state.spent = float32(state.spent + r)
+        if relaxed:
             counters.regret_charged += state.spent - before
-        counters.strict_accepted += committed - relaxed
+        counters.strict_accepted += sum(lengths) - lengths[-1] + final - relaxed
         counters.relaxed += relaxed
         state.relaxed += relaxed
-        if committed == accepted and stop[i] == BUDGET:
-            counters.budget_exhausted += 1
-            state.exhausted += 1
+        exhausted = sum(step < first + reached for step in state.drained)
+        if state.rule == "asd" and not state.walks:  # every rejection of B = 0 is for lack of budget
+            exhausted = sum(n < live for n, live in zip(lengths[:reached], lives, strict=False))
+        counters.budget_exhausted += exhausted
+        state.exhausted += exhausted
+        if state.rejections is not None:
+            for step, regret in state.rejected[:reached]:
+                length, live = state.lengths[step - 1], lives[step - first]
+                if length < live:
+                    state.rejections.append((regret, length, live))
+        for pending in (state.lives, state.relaxations, state.drained, state.rejected):
+            pending.clear()
+        state.outputs += kept
+        state.booked = last
 
-    def _verified(self, result: Any, i: int) -> int:
-        assert self.worker is not None
-        live = self.worker.drafts if result.cap_lens is None else int(result.cap_lens[i]) - 1
-        return live if self.arming.verify_cap is None else min(live, self.arming.verify_cap)
+    def book(self) -> None:
+        """Bring the counters up to the last step of every request that runs; forget those that the engine dropped."""
+        for state in self.open:
+            self.settle(state)
+        self.open = {state: req for state, req in self.open.items() if req() is not None}
 
     def stream(self, original: Callable, accumulator: Any, *, req: Any) -> None:
         """Beside the row the engine adds for a request with news: its statistics, once it has finished."""
@@ -450,6 +528,9 @@ class Adapter:
             return
         state = req.__dict__.get(STATE)
         done = state is not None and req.finished()
+        if done:
+            self.settle(state, len(req.output_ids_through_stop))  # where it ended without a verify step
+            self.open.pop(state, None)
         values = accumulator.customized_info.get(CUSTOM_PARAM)
         if values is None and not done:
             return
@@ -479,6 +560,9 @@ class Adapter:
         if self.worker is not None and int(sampling.fault(self.worker.device)):
             self.telemetry.of("block").fall_back(FAULT)
             sampling.fault(self.worker.device).zero_()
+        self.book()
+        if self.capture is not None:
+            self.capture.recorder.sync()  # what is counted is on disk: nothing ends this process in order
         snapshot = self.telemetry.snapshot()
         if self.worker is not None and self.worker.group is not None:
             snapshot["ranks"] = self._ranks(self.worker.group)
@@ -505,6 +589,7 @@ class Adapter:
     def clear(self, original: Callable, worker: Any) -> None:
         """POST /set_internal_state {"server_args": {"dspark_clear_info_records": 1}}."""
         original(worker)
+        self.book()
         self.telemetry.reset()
 
     # -- arming -------------------------------------------------------------------------------------------------
@@ -547,8 +632,7 @@ class Adapter:
         if "asd" not in self.refused:
             self.probe()
         if self.worker.group is None or self.worker.group.rank_in_group == 0:
-            drawn = not getattr(worker, "_greedy_draft", False)
-            self.capture = Capture.from_environment(self.version, server_args, self.worker.drafts, default, drawn)
+            self.capture = Capture.from_environment(self.version, server_args, self.worker.drafts, default, worker)
         if self.capture is not None:
             self.telemetry.capture = self.capture.recorder.describe()
         self.telemetry.armed = True

@@ -78,6 +78,7 @@ def adapter(armed, monkeypatch):
     armed.arming = Arming()
     armed.telemetry = Telemetry("sglang", "sglang", armed.version)
     armed.worker = armed.ledger = armed.step = armed.differences = None
+    armed.open, armed.policies = {}, {}
     armed.refused, armed.caps, armed.native_sampled = {}, {}, "chain"
     return armed
 

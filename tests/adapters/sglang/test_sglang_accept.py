@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_engine import SLOTS, ToyWorker, blocks, decode, extend, prefilled, request
 
 from adapters.arm import Arming, Refused
 from adapters.policy import Policy
 from adapters.rules import asd
+from adapters.sglang.adapter import Adapter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 sampling = pytest.mark.skipif(not INTERPRETED, reason="the engine's sampling kernels need TRITON_INTERPRET=1 on a CPU")
@@ -101,6 +103,49 @@ def test_without_policies_the_engine_runs_untouched(adapter, worker):
     assert adapter.ledger is None
     assert not hasattr(result, "specaccept")
     assert adapter.telemetry.counters == {}
+
+
+class Dispatched(TorchDispatchMode):
+    """Operations that reach torch's dispatcher: each is a launch, a copy, an allocation or at least host time."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", [STRICT, B0, Policy("block"), None], ids=["strict", "B=0", "falls back", "none"])
+def test_a_batch_without_a_budget_costs_the_device_nothing(adapter, worker, policy):
+    rows = 4
+    walked = request("walked", policy=WIDE)
+    prefilled(worker, [walked], [rows + 1])  # the server has a ledger
+    reqs = [request(f"r{i}", policy=policy) for i in range(rows)]
+    slots = list(range(1, rows + 1))
+    prefilled(worker, reqs, slots)
+    drafts, logits = blocks(0, rows, K, V)
+    seen = []
+    for forward in (type(worker).forward_batch_generation, unhooked(worker)):
+        batch = decode(reqs, slots, drafts, logits)
+        with Dispatched() as mode:
+            result = forward(worker, batch)
+            for row, req in enumerate(reqs):
+                adapter.result(lambda *_a: None, None, req, batch, result, row, None)
+        seen.append(mode.seen)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) > 3
+
+
+def unhooked(worker):
+    """The worker's entry as the engine has it."""
+    function = type(worker).forward_batch_generation
+    while hasattr(function, "__wrapped__") and any(
+        isinstance(getattr(cell.cell_contents, "__self__", None), Adapter) for cell in function.__closure__ or ()
+    ):
+        function = function.__wrapped__
+    return function
 
 
 def test_strict_requests_never_reach_the_asd_walk(adapter, worker):

@@ -15,7 +15,7 @@ from toy_engine import blocks, decode, prefilled, request
 
 from adapters.arm import GREEDY_REQUEST, SAMPLED_REQUEST
 from adapters.policy import Policy
-from adapters.sglang.adapter import float32
+from adapters.sglang.adapter import OPEN, float32
 from adapters.telemetry import Counters
 
 K, V = 5, 24
@@ -114,6 +114,7 @@ def test_budget_stops_are_counted_where_the_block_reached_them(adapter, worker, 
         prefilled(worker, [req], [1])
         result = worker.forward_batch_generation(decode([req], [1], drafts, logits))
         commit(adapter, req, result, 0)
+        adapter.book()
         assert adapter.telemetry.counters[policy.key].budget_exhausted == stops
         assert req._specaccept.exhausted == stops
 
@@ -130,6 +131,59 @@ def test_first_rejections_are_kept_where_a_request_asks_for_them(adapter, worker
     ]
     assert len(wanted) > 5
     assert req._specaccept.summary()["first_rejections"] == wanted
+
+
+@pytest.mark.parametrize("policy", [STRICT, B0, WIDE], ids=["strict", "B=0", "walked"])
+def test_who_reads_the_counters_in_between_changes_nothing(adapter, worker, policy):
+    found = []
+    for readers in (False, True):
+        adapter.telemetry.reset()
+        reqs = [request(f"r{i}{readers}", policy=policy, max_new_tokens=20 + i, stop=[0]) for i in range(3)]
+        for req in reqs:
+            req.sampling_params.custom_params["specaccept_first_rejections"] = True
+        slots = [1, 2, 3]
+        prefilled(worker, reqs, slots)
+        blocks_seen = 0
+        for seed in range(12):
+            alive = [i for i, r in enumerate(reqs) if not r.finished()]
+            drafts, logits = blocks(seed, 3, K, V)
+            rows = torch.tensor(alive, dtype=torch.long)
+            batch = decode([reqs[i] for i in alive], [slots[i] for i in alive], drafts[rows], logits[rows])
+            result = worker.forward_batch_generation(batch)
+            for row, i in enumerate(alive):
+                commit(adapter, reqs[i], result, row)
+            blocks_seen += len(alive)
+            if readers:
+                snapshot = DSparkWorkerV2.dump_info_records(worker)["specaccept"]
+                assert snapshot["counters"][policy.key]["blocks"] == blocks_seen
+            if all(r.finished() for r in reqs):
+                break
+        assert all(r.finished() for r in reqs)
+        states = [{k: v for k, v in vars(r._specaccept).items() if k != "policy"} for r in reqs]
+        found.append((dataclasses.asdict(adapter.telemetry.counters[policy.key]), states))
+    (late, first), (early, second) = found
+    assert late["regret_charged"] == pytest.approx(early["regret_charged"], abs=1e-9)
+    assert late | {"regret_charged": 0} == early | {"regret_charged": 0}
+    assert first == second
+    assert policy == WIDE or any(state["rejections"] for state in first)
+
+
+def test_steps_of_a_request_that_vanished_are_counted_and_the_request_forgotten(adapter, worker):
+    policies = [STRICT, WIDE]
+    reqs = [request(f"r{i}", policy=p) for i, p in enumerate(policies)]
+    prefilled(worker, reqs, [1, 2])
+    drafts, logits = blocks(3, 2, K, V)
+    result = worker.forward_batch_generation(decode(reqs, [1, 2], drafts, logits))
+    for row, req in enumerate(reqs):
+        commit(adapter, req, result, row)
+    assert len(adapter.open) == 2
+    adapter.open_limit = 2  # retracted, then aborted in the queue: no hook sees its end, the collector does not matter
+    del reqs, req, result
+    late = request("late", policy=B0)
+    prefilled(worker, [late], [3])
+    assert [state.policy for state in adapter.open] == [B0]
+    assert adapter.telemetry.counters["strict"].blocks == adapter.telemetry.counters[WIDE.key].blocks == 1
+    assert adapter.open_limit == OPEN
 
 
 # -- responses -----------------------------------------------------------------------------------------------------
