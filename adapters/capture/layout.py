@@ -1,4 +1,4 @@
-"""Format v1: the columns of a shard and the fields of a manifest. README.md says what each means."""
+"""Format v2: the columns of a shard and the fields of a manifest. README.md says what each means."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-FORMAT, VERSION = "specaccept-capture", 1
+FORMAT, VERSION = "specaccept-capture", 2
+READABLE = (1, 2)  # 1: every block has full rows, or none; requests do not say how long they may become
 MANIFEST = "manifest.json"
 TOP = 16  # logits kept per row
 
 DRAWN = 1  # flags: the drafts were drawn from q; without it they are argmax drafts, q is one-hot
 SAMPLED = 2  # flags: a sampled request, its bonus token drawn; without it a greedy one
+FULL = 4  # flags: the block has full rows
 
 INT, FLOAT = torch.int32, torch.float32
 
@@ -43,7 +45,8 @@ ROW = {"argmax": INT, "ties": INT, "z_max": FLOAT, "lse": FLOAT, "entropy": FLOA
 # The largest logits of each row, [K + 1, TOP].
 TOPS = {"top_ids": INT, "top_logits": FLOAT}
 COLUMNS: dict[str, torch.dtype] = BLOCK | DRAFT | ROW | TOPS
-# Full rows, in a file of their own: [n, K + 1, V], and of blocks whose drafts were drawn [m, K + 1, V], [m, K, V].
+# Full rows of the blocks flagged FULL, in a file of their own: [n, K + 1, V], and of those of them whose drafts were
+# drawn [m, K + 1, V], [m, K, V].
 ROWS = {"target_logits": FLOAT, "target_probs": FLOAT, "draft_probs": FLOAT}
 
 
@@ -63,7 +66,7 @@ def shapes(blocks: int, drafts: int, vocabulary: int) -> dict[str, tuple[int, ..
 
 
 def row_shapes(blocks: int, drawn: int, drafts: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a rows file: blocks in all, `drawn` of them with drafts drawn from q."""
+    """The shape of every tensor of a rows file: blocks with full rows, `drawn` of them with drafts drawn from q."""
     full: dict[str, tuple[int, ...]] = {"target_logits": (blocks, drafts + 1, vocabulary)}
     if drawn:
         full["target_probs"] = (drawn, drafts + 1, vocabulary)

@@ -2,7 +2,8 @@
 
 The hot path never waits. On the CPU it keeps the tensors of a step and leaves the rest to the writer; on a GPU it
 queues the statistics on the engine's stream, a copy into pinned memory behind them, and an event that only the writer
-waits for. A block that finds the queue full is dropped and counted.
+waits for. A block that finds the queue full is dropped and counted. An engine is often killed, not ended: what came is
+on disk after SHARD_SECONDS, IDLE_SECONDS after the last block, or when somebody asks for it (`sync`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import hashlib
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from adapters.capture.layout import (
     DRAFT,
     DRAWN,
     FORMAT,
+    FULL,
     MANIFEST,
     ROW,
     ROWS,
@@ -41,14 +44,16 @@ from adapters.capture.layout import (
     CaptureError,
     shapes,
 )
-from adapters.capture.settings import Settings
+from adapters.capture.settings import Settings, takes
 from adapters.telemetry import file_hashes
 
 SHARD_BLOCKS = 4096
 SHARD_BYTES = 256 << 20
-SHARD_SECONDS = 30.0  # a process that is killed loses no more than this
+SHARD_SECONDS = 10.0  # a process that is killed loses no more than this
+CLOSE_SECONDS = 20.0
 BATCH_BLOCKS, BATCH_BYTES = 64, 1 << 20  # what the writer takes at a time: within a cache
-# The writer works seldom and then on many blocks: while it holds the interpreter's lock the engine's thread waits.
+# The writer works seldom and then on many blocks: while it holds the interpreter's lock the engine's thread waits. A
+# turn in which nothing came ends the shard.
 WAKE_SECONDS, WAKE_STEPS, WAKE_SHARE = 2.0, 256, 8
 _DRAWN_COLUMNS = ("log_p", "log_q", "excess", "coin")
 
@@ -92,15 +97,23 @@ class Blocks:
 
 @dataclass
 class _Step:
-    """A step on its way to the writer: host lists, and tensors of the device or, packed, of pinned memory."""
+    """A step on its way to the writer: host lists, and tensors of the device or, packed, of pinned memory.
+
+    full: its rows with full rows. drawn: its rows with drafts drawn from q. layout: of the packed columns, and of those
+    of the drawn rows: name and width; steps of one layout are unpacked together.
+    """
 
     host: dict[str, Sequence[Any]]
-    keep: Sequence[int]
     tensors: dict[str, Tensor]
-    drawn_rows: Sequence[int]
+    full: Sequence[int]
+    drawn: Sequence[int]
     size: int
+    layout: tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]] = ((), ())
     event: Any = None
     pinned: list[Tensor] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.host["request"])
 
 
 class Recorder:
@@ -123,8 +136,11 @@ class Recorder:
         self.shards: list[dict[str, Any]] = []
         self._about = dict(about)
         self._created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._requests: list[list[Any]] = []
-        self._ends: list[list[int]] = []
+        self._met: dict[str, int] = {}  # requests seen, by policy
+        self._full: set[int] = set()  # captured with full rows
+        self._requests: deque[list[Any]] = deque()
+        self._ends: deque[list[int]] = deque()
+        self._asks: deque[threading.Event] = deque()  # of those who wait for the disk
         self._queue: deque[_Step] = deque()
         self._added = self._taken = 0  # bytes; each is written by one thread alone
         self._pool = _Pool(settings.queue_mb << 20)
@@ -149,10 +165,13 @@ class Recorder:
 
         policy: key of the rule that decides its blocks. facts: JSON values (temperature, top_k, ...).
         """
-        nth, self.seen = self.seen, self.seen + 1
-        if not self.settings.takes(nth):
+        nth, self.seen = self._met.get(policy, 0), self.seen + 1
+        self._met[policy] = nth + 1  # arms that take turns are each captured at this rate
+        if not takes(self.settings.rate, nth):
             return -1
         number, self.captured = self.captured, self.captured + 1
+        if takes(self.settings.rows, int(nth * self.settings.rate)):
+            self._full.add(number)
         self._requests.append([number, {"rid": rid, "policy": policy, **facts}])
         return number
 
@@ -168,57 +187,44 @@ class Recorder:
     def add(self, blocks: Blocks) -> None:
         """One step's blocks. Copies and returns; with the queue full, counts them as dropped and returns."""
         keep = [i for i, number in enumerate(blocks.requests) if number >= 0]
-        if not keep:
+        if not keep or (self._stopping and self.error is None):
             return
-        if self.error is not None or self._stopping:
-            self.dropped += len(keep)
-            return
-        self.vocabulary = self.vocabulary or blocks.logits.shape[2]
-        step = self._on_device(blocks, keep) if blocks.logits.is_cuda else self._on_cpu(blocks, keep)
+        step = None
+        if self.error is None:
+            self.vocabulary = self.vocabulary or blocks.logits.shape[2]
+            blocks = _selected(blocks, keep)
+            full = [i for i, number in enumerate(blocks.requests) if number in self._full] if self._full else []
+            step = self._on_device(blocks, full) if blocks.logits.is_cuda else self._on_cpu(blocks, full)
         if step is None:
             self.dropped += len(keep)
             return
         self._added += step.size
         self._queue.append(step)
-        waiting = self._added - self._taken
-        if len(self._queue) >= WAKE_STEPS or waiting * WAKE_SHARE >= self.settings.queue_mb << 20:
+        if len(self._queue) >= WAKE_STEPS or (self._added - self._taken) * WAKE_SHARE >= self.settings.queue_mb << 20:
             self._wake.set()
 
-    def _on_cpu(self, blocks: Blocks, keep: list[int]) -> _Step | None:
-        """Raw copies; the statistics are the writer's work."""
-        n, drawn = len(blocks.requests), blocks.drawn
-        every = len(keep) == n
-        size = blocks.logits.nbytes * len(keep) // n + (0 if drawn is None else drawn.p.nbytes + drawn.q.nbytes)
+    def _on_cpu(self, blocks: Blocks, full: list[int]) -> _Step | None:
+        """The tensors as they are; the statistics are the writer's work."""
+        drawn = blocks.drawn
+        size = blocks.logits.nbytes + (0 if drawn is None else drawn.p.nbytes + drawn.q.nbytes)
         if self._added - self._taken + size > self.settings.queue_mb << 20:
             return None
-
-        def take(tensor: Tensor) -> Tensor:
-            return tensor if every else tensor[keep]
-
-        host = self._host(blocks, {})
-        tensors = {
-            "logits": take(blocks.logits),
-            "drafts": take(blocks.drafts),
-            "top": take(blocks.top),
-            "anchors": take(blocks.anchors),
-        }
+        host = self._host(blocks, {}, full)
+        tensors = {"logits": blocks.logits, "drafts": blocks.drafts, "top": blocks.top, "anchors": blocks.anchors}
         if blocks.live is not None:
-            tensors["live"] = take(blocks.live)
+            tensors["live"] = blocks.live
         if drawn is None:
-            return _Step(host, keep, tensors, (), size)
-        position = {row: i for i, row in enumerate(keep)}
-        chosen = [j for j, row in enumerate(drawn.rows) if row in position and blocks.flags[row] & DRAWN]
-        own = slice(None) if len(chosen) == len(drawn.rows) else chosen
-        tensors |= {"p": drawn.p[own], "q": drawn.q[own]}
+            return _Step(host, tensors, full, (), size)
+        tensors |= {"p": drawn.p, "q": drawn.q}
         if drawn.coins is not None:
-            tensors["coin"] = drawn.coins[own]
-        return _Step(host, keep, tensors, [position[drawn.rows[j]] for j in chosen], size)
+            tensors["coin"] = drawn.coins
+        return _Step(host, tensors, full, drawn.rows, size)
 
-    def _on_device(self, blocks: Blocks, keep: list[int]) -> _Step | None:
+    def _on_device(self, blocks: Blocks, full: list[int]) -> _Step | None:
         """Statistics behind the engine's own kernels, then copies into pinned memory and an event. Nothing waits."""
         n, drawn = len(blocks.requests), blocks.drawn
         tensors: dict[str, Tensor] = {"anchors": blocks.anchors}
-        host = self._host(blocks, tensors)
+        host = self._host(blocks, tensors, full)
         if blocks.live is not None:
             tensors["live"] = blocks.live
         inverse = None
@@ -226,42 +232,43 @@ class Recorder:
             inverse = _sent(torch.tensor([1 / t for t in blocks.temperatures]), blocks.logits.device)
         columns = stats.of_logits(blocks.logits, blocks.drafts, blocks.top, inverse)
         columns |= {name: tensor.int() for name, tensor in tensors.items()}
-        parts = [_pack(columns, n)]
+        parts, found = [_pack(columns, n)], {}
         if drawn is not None:
-            every = list(drawn.rows) == list(range(n))
-            at = None if every else _sent(torch.tensor(list(drawn.rows)), blocks.drafts.device)
-            found = stats.of_probs(blocks.drafts if at is None else blocks.drafts[at], drawn.p, drawn.q)
+            found = stats.of_probs(_at(blocks.drafts, drawn.rows), drawn.p, drawn.q)
             if drawn.coins is not None:
                 found["coin"] = drawn.coins.float()
             parts.append(_pack(found, len(drawn.rows)))
-        if self.settings.rows:
-            parts.append(blocks.logits.float().reshape(n, -1).view(torch.int32))
-            if drawn is not None:
-                parts += [each.float().reshape(len(drawn.rows), -1).view(torch.int32) for each in (drawn.p, drawn.q)]
+        if full:
+            parts.append(_words(_at(blocks.logits, full)))
+            if drawn is not None and (chosen := [j for j, row in enumerate(drawn.rows) if row in full]):
+                parts += [_words(_at(each, chosen)) for each in (drawn.p, drawn.q)]
         pinned = self._pool.take([part.numel() for part in parts])
         if pinned is None:
             return None
         for part, into in zip(parts, pinned, strict=True):
             into[: part.numel()].copy_(part.reshape(-1), non_blocking=True)
         event = _recorded()
-        layout = {name: tensor[0].numel() for name, tensor in columns.items()}
-        host["columns"] = list(layout.items())
-        host["drawn columns"] = [] if drawn is None else [(name, self.drafts) for name in found]
-        rows = [] if drawn is None else list(drawn.rows)
+        layout = tuple(tuple((name, t[0].numel()) for name, t in each.items()) for each in (columns, found))
         size = sum(part.numel() * 4 for part in parts)
-        return _Step(host, keep, {}, rows, size, event, pinned)
+        rows = () if drawn is None else drawn.rows
+        return _Step(host, {}, full, rows, size, (layout[0], layout[1]), event, pinned)
 
     def _scaled(self, temperatures: Sequence[float]) -> bool:
         """Whether logits are still to be divided by a temperature."""
         return not self._about["temperature_applied"] and any(t != 1 for t in temperatures)
 
-    def _host(self, blocks: Blocks, tensors: dict[str, Tensor]) -> dict[str, Sequence[Any]]:
+    def _host(self, blocks: Blocks, tensors: dict[str, Tensor], full: list[int]) -> dict[str, Sequence[Any]]:
         """The lists of a step; length and bonus stay where the engine has them."""
+        flags = blocks.flags
+        if full:
+            flags = list(flags)
+            for i in full:
+                flags[i] |= FULL
         host: dict[str, Sequence[Any]] = {
             "request": blocks.requests,
             "step": blocks.steps,
             "position": blocks.positions,
-            "flags": blocks.flags,
+            "flags": flags,
             "temperature": blocks.temperatures,
         }
         for name in ("length", "bonus"):
@@ -276,26 +283,58 @@ class Recorder:
 
     # -- writer
 
+    def sync(self, timeout_s: float = 5.0) -> bool:
+        """Wait until everything that came so far is in a whole shard, or until the time is over. From any thread."""
+        ask = threading.Event()
+        self._asks.append(ask)
+        self._wake.set()
+        return ask.wait(timeout_s) if self._thread.is_alive() else False
+
     def close(self) -> None:
         """Write what is queued and mark the manifest closed. Twice does nothing."""
         if self._stopping:
             return
         self._stopping = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
         atexit.unregister(self.close)
+
+    def close_at_sigterm(self) -> bool:
+        """In a process that a SIGTERM would end at once: close first. False where it is handled, or in a thread."""
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        ):
+            return False
+
+        def end() -> None:
+            self.close()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_sigterm(*_: Any) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # In a thread: what the signal interrupted may hold the locks that closing takes.
+            threading.Thread(target=end, name="specaccept-capture-end", daemon=True).start()
+
+        signal.signal(signal.SIGTERM, on_sigterm)
+        return True
 
     @torch.inference_mode()
     def _run(self) -> None:
+        asks: list[threading.Event] = []
         try:
+            woken = True
             while True:
                 stopping = self._stopping  # read before the queue is: what came before it is written
-                self._drain()
+                asks = [self._asks.popleft() for _ in range(len(self._asks))]
+                came = self._drain()
                 if stopping:
                     break
-                if self._open_blocks and time.monotonic() - self._born > SHARD_SECONDS:
+                if asks or not (came or woken) or (self._open and time.monotonic() - self._born > SHARD_SECONDS):
                     self._flush()
-                self._wake.wait(WAKE_SECONDS)
+                for ask in asks:
+                    ask.set()
+                woken = self._wake.wait(WAKE_SECONDS)
                 self._wake.clear()
             self._flush()
             self._manifest(closed=True)
@@ -304,21 +343,26 @@ class Recorder:
             print(f"specaccept: capture stopped: {self.error}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 self._manifest(closed=False)
+        for ask in asks:
+            ask.set()
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Take what is queued. Whether there was anything."""
+        came = bool(self._queue)
         while self._queue:
             steps: list[_Step] = []
             blocks = size = 0
             while self._queue and (not steps or (blocks < BATCH_BLOCKS and size < BATCH_BYTES)):
+                if steps and self._queue[0].layout != steps[0].layout:
+                    break
                 step = self._queue.popleft()
                 steps.append(step)
-                blocks, size = blocks + len(step.keep), size + step.size
-                if step.event is not None:
-                    break
-            self._append(_of_pinned(steps[0], self) if steps[0].event is not None else _of_cpu(steps, self))
+                blocks, size = blocks + len(step), size + step.size
+            self._append(_of_pinned(steps, self) if steps[0].event is not None else _of_cpu(steps, self))
             self._taken += size
             if self._open_blocks >= SHARD_BLOCKS or self._open_bytes >= SHARD_BYTES:
                 self._flush()
+        return came
 
     def _append(self, part: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
         columns, rows = part
@@ -332,8 +376,8 @@ class Recorder:
 
     def _flush(self) -> None:
         """The open shard to disk, whole, and only then into the manifest."""
-        requests, self._requests = self._requests, []
-        ends, self._ends = self._ends, []
+        requests = [self._requests.popleft() for _ in range(len(self._requests))]
+        ends = [self._ends.popleft() for _ in range(len(self._ends))]
         if not (self._open or requests or ends):
             return
         number = len(self.shards)
@@ -343,7 +387,7 @@ class Recorder:
         columns = {name: torch.cat([part[name] for part in self._open]) for name in COLUMNS} if self._open else empty
         shard = {"blocks": self._open_blocks} | self._write(f"blocks-{number:05d}.safetensors", columns, news)
         shard["rows"] = None
-        if self.settings.rows and self._open:
+        if self._open_rows:
             names = [name for name in ROWS if any(name in part for part in self._open_rows)]
             full = {name: torch.cat([part[name] for part in self._open_rows if name in part]) for name in names}
             shard["rows"] = self._write(f"rows-{number:05d}.safetensors", full, None)
@@ -369,7 +413,8 @@ class Recorder:
             "vocabulary": self.vocabulary,
             "top": min(TOP, self.vocabulary),
             "rate": self.settings.rate,
-            "rows": self.settings.rows,
+            "rows": self.settings.rows > 0,
+            "rows_share": self.settings.rows,
             "requests": {"seen": self.seen, "captured": self.captured, "ended": self.ended},
             "blocks": {"captured": self.blocks, "dropped": self.dropped},
             "error": self.error,
@@ -386,64 +431,112 @@ def _of_cpu(steps: list[_Step], recorder: Recorder) -> tuple[dict[str, Tensor], 
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     logits, drafts, top = joined("logits"), joined("drafts"), joined("top")
-    host = {name: [step.host[name][i] for step in steps for i in step.keep] for name in steps[0].host}
+    host = _joined_lists(steps)
     temperature = torch.tensor(host["temperature"], dtype=torch.float32)
     inverse = 1 / temperature if recorder._scaled(host["temperature"]) else None
     columns = stats.of_logits(logits, drafts, top, inverse)
     columns["anchor"] = joined("anchors").int()
     if any("live" in step.tensors for step in steps):
-        every = [step.tensors.get("live", torch.full((len(step.keep),), recorder.drafts)) for step in steps]
+        every = [step.tensors.get("live", torch.full((len(step),), recorder.drafts)) for step in steps]
         columns["live"] = torch.cat(every).int()
     else:
         columns["live"] = torch.full((len(top),), recorder.drafts, dtype=torch.int32)
     _finish(columns, host, temperature, recorder)
-    rows = {"target_logits": logits.float()} if recorder.settings.rows else {}
-    drawn = [step for step in steps if step.drawn_rows]
+    full, at = _offset(steps, "full"), _offset(steps, "drawn")
+    rows = {"target_logits": logits[full].float()} if full else {}
+    drawn = [step for step in steps if len(step.drawn)]
     if drawn:
-        first, at = 0, []
-        for step in steps:
-            at += [first + row for row in step.drawn_rows]
-            first += len(step.keep)
         p, q = (torch.cat([step.tensors[name] for step in drawn]) for name in ("p", "q"))
         found = stats.of_probs(drafts[at], p, q)
         unknown = torch.full((1, recorder.drafts), torch.nan)
-        coins = [step.tensors.get("coin", unknown.expand(len(step.drawn_rows), -1)) for step in drawn]
+        coins = [step.tensors.get("coin", unknown.expand(len(step.drawn), -1)) for step in drawn]
         found["coin"] = torch.cat([coin.float() for coin in coins])
         _merge(columns, found, at)
-        if recorder.settings.rows:
-            rows |= {"target_probs": p.float(), "draft_probs": q.float()}
+        if chosen := [j for j, row in enumerate(at) if row in set(full)]:
+            rows |= {"target_probs": p[chosen].float(), "draft_probs": q[chosen].float()}
     return columns, rows
 
 
-def _of_pinned(step: _Step, recorder: Recorder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Columns and full rows of a step that the device measured. Waits for its copies, then frees the memory."""
-    step.event.synchronize()
-    n, K, V = len(step.host["request"]), recorder.drafts, recorder.vocabulary
-    packed = iter(step.pinned)
-    columns = _unpack(next(packed), step.host["columns"], n)
+def _of_pinned(steps: list[_Step], recorder: Recorder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Columns and full rows of steps that the device measured. Waits for its copies, then frees the memory."""
+    for step in steps:
+        step.event.synchronize()
+    K, V = recorder.drafts, recorder.vocabulary
+    n, rest = sum(len(step) for step in steps), [iter(step.pinned) for step in steps]
+
+    def taken(widths: Sequence[tuple[str, int]], counts: Sequence[int]) -> dict[str, Tensor]:
+        words = sum(width for _, width in widths)
+        parts = [next(it)[: count * words] for it, count in zip(rest, counts, strict=True) if count]
+        return _unpack(torch.cat(parts), widths, sum(counts))  # copies: the memory is used again
+
+    columns = taken(steps[0].layout[0], [len(step) for step in steps])
     columns["anchor"] = columns.pop("anchors")
     columns.setdefault("live", torch.full((n,), K, dtype=torch.int32))
-    host = {name: list(values) for name, values in step.host.items() if "columns" not in name}
+    host = _joined_lists(steps)
     _finish(columns, host, torch.tensor(host["temperature"], dtype=torch.float32), recorder)
-    chosen = [j for j, row in enumerate(step.drawn_rows) if host["flags"][row] & DRAWN]
-    at, m = [step.drawn_rows[j] for j in chosen], len(step.drawn_rows)
-    if m:
-        found = _unpack(next(packed), step.host["drawn columns"], m)
-        _merge(columns, {name: tensor[chosen] for name, tensor in found.items()}, at)
-    rows: dict[str, Tensor] = {}
-    if recorder.settings.rows:
-        mine = set(step.keep)
-        drawn = [j for j in chosen if step.drawn_rows[j] in mine]
-        full = {"target_logits": ((n, K + 1, V), list(step.keep))}
-        if m:
-            full |= {"target_probs": ((m, K + 1, V), drawn), "draft_probs": ((m, K, V), drawn)}
-        for (name, (shape, index)), buffer in zip(full.items(), packed, strict=True):
-            whole = buffer[: math.prod(shape)].view(torch.float32).view(shape)
-            if index:
-                rows[name] = whole[index]
-    columns = {name: tensor[list(step.keep)] for name, tensor in columns.items()}  # copies: the memory is used again
-    recorder._pool.give(step.pinned)
-    return columns, rows
+    if at := _offset(steps, "drawn"):
+        _merge(columns, taken(steps[0].layout[1], [len(step.drawn) for step in steps]), at)
+    rows: dict[str, list[Tensor]] = {}
+    for step, buffers in zip(steps, rest, strict=True):
+        drawn = sum(row in step.full for row in step.drawn)
+        shapes_ = (len(step.full), K + 1, V), (drawn, K + 1, V), (drawn, K, V)
+        for name, shape in zip(ROWS, shapes_, strict=True):
+            if shape[0]:
+                whole = next(buffers)[: math.prod(shape)].view(torch.float32).view(shape)
+                rows.setdefault(name, []).append(whole)
+    full = {name: torch.cat(parts) for name, parts in rows.items()}
+    for step in steps:
+        recorder._pool.give(step.pinned)
+    return columns, full
+
+
+def _joined_lists(steps: Sequence[_Step]) -> dict[str, list[Any]]:
+    return {name: [value for step in steps for value in step.host[name]] for name in steps[0].host}
+
+
+def _offset(steps: Sequence[_Step], name: str) -> list[int]:
+    """The rows that a list of each step names, among the rows of all of them."""
+    first, at = 0, []
+    for step in steps:
+        at += [first + row for row in getattr(step, name)]
+        first += len(step)
+    return at
+
+
+def _selected(blocks: Blocks, keep: Sequence[int]) -> Blocks:
+    """The blocks at `keep`, in order, and of the drawn ones those whose drafts were drawn."""
+    drawn = blocks.drawn
+    if drawn is not None:
+        place = {row: i for i, row in enumerate(keep)}
+        chosen = [j for j, row in enumerate(drawn.rows) if row in place and blocks.flags[row] & DRAWN]
+        drawn = _drawn_at(drawn, chosen, [place[drawn.rows[j]] for j in chosen]) if chosen else None
+    if len(keep) == len(blocks.requests):
+        return replace(blocks, drawn=drawn) if blocks.drawn is not None else blocks
+    fields: dict[str, Any] = {"drawn": drawn}
+    for name in ("requests", "steps", "positions", "flags", "temperatures", "length", "bonus"):
+        value = getattr(blocks, name)
+        fields[name] = _at(value, keep) if isinstance(value, Tensor) else [value[i] for i in keep]
+    for name in ("anchors", "drafts", "logits", "top"):
+        fields[name] = _at(getattr(blocks, name), keep)
+    return replace(blocks, live=None if blocks.live is None else _at(blocks.live, keep), **fields)
+
+
+def _drawn_at(drawn: Drawn, chosen: Sequence[int], rows: Sequence[int]) -> Drawn:
+    coins = None if drawn.coins is None else _at(drawn.coins, chosen)
+    return Drawn(rows, _at(drawn.p, chosen), _at(drawn.q, chosen), coins)
+
+
+def _at(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Rows of a tensor, in rising order, without waiting for its device."""
+    if len(rows) == len(tensor):
+        return tensor
+    at = torch.tensor(rows, dtype=torch.int64)
+    return tensor.index_select(0, _sent(at, tensor.device) if tensor.is_cuda else at)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """As int32 words of float32 values."""
+    return tensor.float().reshape(-1).view(torch.int32)
 
 
 def _finish(columns: dict[str, Tensor], host: dict[str, Any], temperature: Tensor, recorder: Recorder) -> None:
@@ -491,18 +584,20 @@ def _top(widths: Sequence[tuple[str, int]]) -> int:
     return sizes["top_ids"] // sizes["argmax"]
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory()
+def _pinned(words: int) -> Tensor:
+    """int32 memory for copies from a device. Never an inference tensor: another mode may write to it again."""
+    with torch.inference_mode(False):
+        return torch.empty(words, dtype=torch.int32, pin_memory=True)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device through pinned memory, without waiting for it."""
-    return _pinned(tensor).to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _recorded() -> Any:
-    """An event behind everything that is queued on this stream now."""
-    event = torch.cuda.Event()
+    """An event behind everything that is queued on this stream now. Who waits for it sleeps: cores are the engine's."""
+    event = torch.cuda.Event(blocking=True)
     event.record()
     return event
 
@@ -518,12 +613,12 @@ class _Pool:
         """A buffer of at least each size, or None."""
         taken: list[Tensor] = []
         for size in sizes:
-            room = 1 << max(size - 1, 1).bit_length()
+            room = _room(size)
             waiting = self.free.setdefault(room, deque())
             if waiting:
                 taken.append(waiting.popleft())
             elif self.total + 4 * room <= self.limit:
-                taken.append(_pinned(torch.empty(room, dtype=torch.int32)))
+                taken.append(_pinned(room))
                 self.total += 4 * room
             else:
                 self.give(taken)
@@ -533,6 +628,12 @@ class _Pool:
     def give(self, buffers: Sequence[Tensor]) -> None:
         for buffer in buffers:
             self.free[buffer.numel()].append(buffer)
+
+
+def _room(size: int) -> int:
+    """What is taken for `size` words: few sizes, so that memory is found again, and little of it in vain."""
+    step = 1 << max(size.bit_length() - 4, 8)
+    return -(-size // step) * step
 
 
 def describe_model(path: str) -> dict[str, Any]:

@@ -19,14 +19,15 @@ ON, OFF = ("1", "on", "true"), ("", "0", "off", "false")
 
 @dataclass(frozen=True)
 class Settings:
-    """folder: captures are folders below it. rate: share of requests, whole ones. rows: full rows of p and q as well.
+    """folder: captures are folders below it. rate: share of requests, whole ones. rows: share of those captured that
+    keep full rows of p and q as well.
 
     queue_mb: MiB of blocks that may wait for the writer; what comes on top is dropped and counted.
     """
 
     folder: Path
     rate: float = 1.0
-    rows: bool = False
+    rows: float = 0.0
     queue_mb: int = 256
 
     @classmethod
@@ -40,14 +41,20 @@ class Settings:
             return None
         rate = _number(environ, RATE, "1", "a number in (0, 1]", lambda x: 0 < x <= 1)
         queue = _number(environ, QUEUE, "256", "a whole number of MiB >= 1", lambda x: x >= 1 and x == int(x))
-        rows = environ.get(ROWS, "").strip().lower()
-        if rows not in ON + OFF:
-            raise CaptureError(f"{ROWS}: expected 0 or 1, found {rows!r}")
-        return cls(Path(folder), rate, rows in ON, int(queue))
+        said = {ROWS: _switch(environ.get(ROWS, ""))}
+        rows = _number(said, ROWS, "0", "0, 1 or a share between them", lambda x: 0 <= x <= 1)
+        return cls(Path(folder), rate, rows, int(queue))
 
-    def takes(self, nth: int) -> bool:
-        """Whether the nth request (from 0) is captured: evenly spread, the first one always."""
-        return nth == 0 or int(nth * self.rate) > int((nth - 1) * self.rate)
+
+def takes(share: float, nth: int) -> bool:
+    """Whether the nth of a kind (from 0) is taken: evenly spread, the first one always."""
+    return share > 0 and (nth == 0 or int(nth * share) > int((nth - 1) * share))
+
+
+def _switch(text: str) -> str:
+    """on and off as numbers."""
+    word = text.strip().lower()
+    return "1" if word in ON else "0" if word in OFF else word
 
 
 def _number(environ: Mapping[str, str], name: str, default: str, expected: str, fits: Any) -> float:

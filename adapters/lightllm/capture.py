@@ -97,6 +97,7 @@ class Capture:
                 prompt = [int(token) for token in shm.shm_prompt_ids.arr[: shm.input_len]]
                 rid = str(getattr(shm, "request_id", None) or getattr(req, "req_id", ""))
                 facts = {"greedy": greedy, "temperature": float(param.temperature), "top_k": int(param.top_k)}
+                facts |= {"top_p": float(param.top_p), "max_new_tokens": int(param.max_new_tokens)}
                 number = self.recorder.enter(rid, key, asked=self.policy.key, prompt=prompt, **facts)
                 mark = [number, 0]
                 setattr(req, MARK, mark)

@@ -198,7 +198,10 @@ class Engine:
         """Between two steps' counts, not within one."""
         with self.account.lock:
             self.account.settle()
-            return self.telemetry.snapshot()
+            snapshot = self.telemetry.snapshot()
+        if self.capture is not None:
+            self.capture.recorder.sync()  # what is counted is on disk: nothing ends this process in order
+        return snapshot
 
     def _capture(self, rank: int, args: Any) -> None:
         """Where SPECACCEPT_CAPTURE asks for one, on the first rank: all of them decide alike."""

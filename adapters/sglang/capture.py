@@ -12,12 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from adapters.capture import Blocks, Drawn, Recorder, Settings
+from adapters.capture import Blocks, CaptureError, Drawn, Recorder, Settings
 from adapters.capture.layout import DRAWN, SAMPLED
 from adapters.capture.recorder import describe_model, describe_tokenizer
 from adapters.policy import Policy
 
+HEALTH_CHECK = "HEALTH_CHECK"  # request ids of the engine's own probes
 MARK = "_specaccept_captured"  # the attribute of an engine request that holds its Captured
+
+
+# Of the draft worker: accepts that run inside a CUDA graph, where nothing can be captured.
+FOLDED = ("_verify_epilogue", "_sampling_accept_graph")
 
 
 @dataclass
@@ -51,12 +56,16 @@ class Capture:
 
     @classmethod
     def from_environment(
-        cls, version: str, server_args: Any, drafts: int, default: Policy | None, drawn: bool
+        cls, version: str, server_args: Any, drafts: int, default: Policy | None, worker: Any
     ) -> Capture | None:
-        """None where no capture is asked for. Raises CaptureError."""
+        """None where no capture is asked for. Raises CaptureError. worker: the engine's draft worker, made."""
         settings = Settings.from_environment()
         if settings is None:
             return None
+        for name in FOLDED:
+            if getattr(worker, name, None) is not None:
+                raise CaptureError(f"SPECACCEPT_CAPTURE: expected an accept outside the CUDA graphs, found {name}")
+        drawn = not getattr(worker, "_greedy_draft", False)
         target, draft = server_args.model_path, server_args.speculative_draft_model_path
         about = {
             "engine": {"name": "sglang", "version": version},
@@ -67,14 +76,18 @@ class Capture:
             "logits": "processed",  # penalties, bias and grammar masks are in them
             "temperature_applied": False,
         }
-        return cls(Recorder(settings, "sglang", drafts, None, about), drawn)
+        recorder = Recorder(settings, "sglang", drafts, None, about)
+        recorder.close_at_sigterm()  # the scheduler would end at once
+        return cls(recorder, drawn)
 
     def prefill(self, reqs: Sequence[Any], keys: Sequence[str], asked: Sequence[str]) -> None:
         """Requests of a prefill batch and the policy that decides each. A retracted request comes back with steps in
         flight that the engine drops: its capture ends with what was settled."""
         for req, key, wanted in zip(reqs, keys, asked, strict=True):
             mark = req.__dict__.get(MARK)
-            if mark is None:
+            if mark is None and req.rid.startswith(HEALTH_CHECK):
+                mark = req.__dict__[MARK] = Captured(-1)
+            elif mark is None:
                 params = req.sampling_params
                 mark = req.__dict__[MARK] = Captured(
                     self.recorder.enter(
@@ -85,6 +98,7 @@ class Capture:
                         temperature=float(params.temperature),
                         top_k=int(params.top_k),
                         top_p=float(params.top_p),
+                        max_new_tokens=params.max_new_tokens,
                         prompt=list(req.origin_input_ids),
                     )
                 )

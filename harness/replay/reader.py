@@ -1,4 +1,4 @@
-"""Reading captures (adapters/capture, format v1), and refusing those that do not hold together.
+"""Reading captures (adapters/capture, format v1 and v2), and refusing those that do not hold together.
 
 What the manifest lists must be there, whole and unchanged: a shard that is missing, truncated or altered refuses the
 capture, and is named. What it does not list, a writer that was killed left behind: a capture ends at its last whole
@@ -23,11 +23,12 @@ from adapters.capture.layout import (
     DRAWN,
     FIELDS,
     FORMAT,
+    FULL,
     INT,
     MANIFEST,
+    READABLE,
     ROWS,
     TOPS,
-    VERSION,
     CaptureError,
     row_shapes,
     shapes,
@@ -36,7 +37,7 @@ from adapters.capture.layout import (
 Array = NDArray[Any]
 SCALARS = tuple(name for name in COLUMNS if name not in TOPS)
 # What captures that are read as one must share.
-SHARED = ("engine", "adapter", "target", "draft", "tokenizer", "K", "vocabulary", "logits", "temperature_applied")
+SHARED = ("version", "engine", "adapter", "target", "draft", "tokenizer", "K", "vocabulary", "logits", "temperature_applied")
 
 
 @dataclass
@@ -78,7 +79,7 @@ def find(path: Path) -> list[Path]:
 
 def read(path: Path, columns: Sequence[str] = SCALARS) -> Capture:
     """Everything below `path` as one capture. Raises CaptureError naming the shard, or the field that differs."""
-    captures = [_read(folder, columns) for folder in find(path)]
+    captures = [_read(folder, columns) for folder in _begun(find(path))]
     first = captures[0]
     for other in captures[1:]:
         for name in SHARED:
@@ -88,6 +89,18 @@ def read(path: Path, columns: Sequence[str] = SCALARS) -> Capture:
                     f"{where}: expected that of {first.folders[0].name}, found another: replay them apart"
                 )
     return first if len(captures) == 1 else _joined(captures)
+
+
+def _begun(folders: list[Path]) -> list[Path]:
+    """Without those of servers that were never asked anything, where another one was."""
+
+    def began(folder: Path) -> bool:
+        try:
+            return bool(json.loads((folder / MANIFEST).read_bytes())["shards"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return True  # reading it says what is wrong
+
+    return [folder for folder in folders if began(folder)] or folders
 
 
 def _joined(captures: list[Capture]) -> Capture:
@@ -124,8 +137,9 @@ def manifest(folder: Path) -> tuple[dict[str, Any], str]:
         raise CaptureError(f"{where}: expected JSON, found {str(error).splitlines()[0]}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CaptureError(f"{where}: format: expected {FORMAT}, found {_brief(found)}")
-    if found.get("version") != VERSION:
-        raise CaptureError(f"{where}: version: expected {VERSION}, found {found.get('version')!r}")
+    if found.get("version") not in READABLE:
+        wanted = " or ".join(map(str, READABLE))
+        raise CaptureError(f"{where}: version: expected {wanted}, found {found.get('version')!r}")
     for name, kind in FIELDS.items():
         if not isinstance(found.get(name), kind) or (kind is int and isinstance(found[name], bool)):
             raise CaptureError(f"{where}: {name}: expected {_kind(kind)}, found {found.get(name)!r}")
@@ -190,9 +204,9 @@ def _read(folder: Path, names: Sequence[str]) -> Capture:
             with safe_open(path, "numpy") as opened:
                 news = json.loads((opened.metadata() or {}).get("specaccept", "null"))
                 _check(where, opened, expected)
-                if not isinstance(news, dict) or news.get("version") != VERSION:
+                if not isinstance(news, dict) or news.get("version") != found["version"]:
                     version = news.get("version") if isinstance(news, dict) else None
-                    raise CaptureError(f"{where}: version: expected {VERSION}, found {version!r}")
+                    raise CaptureError(f"{where}: version: expected {found['version']}, found {version!r}")
                 if shard["blocks"]:
                     for name in names:
                         parts[name].append(opened.get_tensor(name))
@@ -248,8 +262,8 @@ def _notes(folder: Path, found: dict[str, Any]) -> list[str]:
 
 
 def read_rows(folder: Path, number: int) -> dict[str, Array]:
-    """Full rows of shard `number` of one capture: target_logits [n, K+1, V], and target_probs, draft_probs of the
-    blocks flagged DRAWN, in order."""
+    """Full rows of shard `number` of one capture: target_logits [n, K+1, V] of its blocks flagged FULL (v1: of all), and
+    target_probs, draft_probs of those of them flagged DRAWN, in order."""
     found, _ = manifest(folder)
     shard = found["shards"][number]
     if shard["rows"] is None:
@@ -258,8 +272,10 @@ def read_rows(folder: Path, number: int) -> dict[str, Array]:
         )
     path, where = check_file(folder, shard["rows"]), f"{folder.name}/{shard['rows']['name']}"
     with safe_open(folder / shard["name"], "numpy") as opened:
-        drawn = int((opened.get_tensor("flags") & DRAWN != 0).sum())
-    expected = row_shapes(shard["blocks"], drawn, found["K"], found["vocabulary"])
+        flags = opened.get_tensor("flags")
+    full = flags if found["version"] == 1 else flags[flags & FULL != 0]
+    drawn = int((full & DRAWN != 0).sum())
+    expected = row_shapes(len(full), drawn, found["K"], found["vocabulary"])
     with safe_open(path, "numpy") as opened:
         _check(where, opened, expected)
         return {name: opened.get_tensor(name) for name in ROWS if name in expected}

@@ -45,6 +45,7 @@ class Capture:
                 temperature=params.temperature,
                 top_k=params.top_k,
                 top_p=params.top_p,
+                max_new_tokens=params.max_new_tokens,
                 prompt=request.prompt,
             )
             if request.finish is not None:

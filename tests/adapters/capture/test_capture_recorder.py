@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from textwrap import dedent
 
@@ -17,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.capture import Blocks, CaptureError, Drawn, Recorder, Settings, recorder, stats
-from adapters.capture.layout import COLUMNS, DRAWN, SAMPLED, shapes
+from adapters.capture.layout import COLUMNS, DRAWN, FULL, SAMPLED, shapes
+from adapters.capture.settings import takes
 from adapters.rules.block import naive as block
 from adapters.rules.rowstats import naive as rowstats
 from harness.replay import reader
@@ -117,7 +119,7 @@ def steps(seed: int, requests: int, count: int):
         yield rows, blocks
 
 
-def record(folder, seed, monkeypatch, rate, rows=True, shard=16, requests=6, count=30):
+def record(folder, seed, monkeypatch, rate, rows=1.0, shard=16, requests=6, count=30):
     monkeypatch.setattr(recorder, "SHARD_BLOCKS", shard)
     monkeypatch.setattr(recorder, "BATCH_BLOCKS", 8)
     made = Recorder(Settings(folder, rate, rows), "test", K, V, ABOUT)
@@ -132,17 +134,19 @@ def record(folder, seed, monkeypatch, rate, rows=True, shard=16, requests=6, cou
     return made, numbers, kept
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.6])
+@pytest.mark.parametrize(("rate", "rows"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.5)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_block_is_in_the_shards_as_it_was(tmp_path, monkeypatch, seed, rate):
-    made, numbers, kept = record(tmp_path, seed, monkeypatch, rate)
+def test_every_block_is_in_the_shards_as_it_was(tmp_path, monkeypatch, seed, rate, rows):
+    made, numbers, kept = record(tmp_path, seed, monkeypatch, rate, rows)
+    whole = {number for number in range(6) if takes(rows, number // 2)}  # two policies by turns
+    assert len(whole) == (6 if rows == 1 else 4)
     found = reader.read(tmp_path, tuple(COLUMNS))
     assert (found.closed, found.dropped, len(found.manifest["shards"]) > 2) == (True, 0, True)
     assert sum(number >= 0 for number in numbers) == len(found.requests) == (6 if rate == 1 else 4)
     full = [reader.read_rows(made.folder, n) for n in range(len(found.manifest["shards"]))]
     logits = np.concatenate([part["target_logits"] for part in full])
     p, q = (np.concatenate([part[name] for part in full if name in part]) for name in ("target_probs", "draft_probs"))
-    at = drawn_at = 0
+    at = full_at = drawn_at = 0
     for blocks in kept:
         inverse = 1 / torch.tensor(blocks.temperatures)
         wanted = stats.of_logits(blocks.logits, blocks.drafts, blocks.top, inverse)
@@ -155,8 +159,12 @@ def test_every_block_is_in_the_shards_as_it_was(tmp_path, monkeypatch, seed, rat
             if number < 0:
                 continue
             row = {name: array[at] for name, array in found.columns.items()}
-            np.testing.assert_array_equal(logits[at], blocks.logits[i])
-            host = (number, blocks.steps[i], blocks.positions[i], blocks.flags[i], blocks.temperatures[i])
+            is_full = number in whole
+            if is_full:
+                np.testing.assert_array_equal(logits[full_at], blocks.logits[i])
+            full_at += is_full
+            flags = blocks.flags[i] | (FULL if is_full else 0)
+            host = (number, blocks.steps[i], blocks.positions[i], flags, blocks.temperatures[i])
             assert tuple(row[n] for n in ("request", "step", "position", "flags", "temperature")) == host
             assert (row["length"], row["bonus"]) == (blocks.length[i], blocks.bonus[i])
             assert row["live"] == (K if blocks.live is None else blocks.live[i])
@@ -168,16 +176,87 @@ def test_every_block_is_in_the_shards_as_it_was(tmp_path, monkeypatch, seed, rat
                 for name in ("log_p", "log_q", "excess"):
                     np.testing.assert_allclose(row[name], own[name][j], rtol=1e-5, atol=1e-6, err_msg=name)
                 np.testing.assert_array_equal(row["coin"], blocks.drawn.coins[j])
-                np.testing.assert_array_equal(p[drawn_at], blocks.drawn.p[j])
-                np.testing.assert_array_equal(q[drawn_at], blocks.drawn.q[j])
-                drawn_at += 1
+                if is_full:
+                    np.testing.assert_array_equal(p[drawn_at], blocks.drawn.p[j])
+                    np.testing.assert_array_equal(q[drawn_at], blocks.drawn.q[j])
+                drawn_at += is_full
             else:
                 assert (row["log_q"] == 0).all()
                 assert np.isnan(row["excess"]).all()
                 assert np.isnan(row["coin"]).all()
             at += 1
     assert at == found.blocks == made.blocks
-    assert drawn_at == len(p)
+    assert (full_at, drawn_at) == (len(logits), len(p))
+
+
+def one_block(made, number, step=0):
+    z = torch.zeros(1, K + 1, V)
+    return Blocks([number], [step], [0], [0], [1.0], z[0, :1, 0].long(), z[:, :K, 0].long(), z, z.argmax(-1), [0], [0])
+
+
+def test_what_came_is_on_disk_when_asked_for(tmp_path):
+    made = Recorder(Settings(tmp_path), "test", K, V, ABOUT)
+    number = made.enter("r", "strict")
+    for step in range(3):
+        made.add(one_block(made, number, step))
+        if step == 2:
+            made.end(number, 3, 1)
+        assert made.sync(60)
+        found = reader.read(tmp_path)
+        assert (found.blocks, found.closed, found.ends) == (step + 1, False, {number: (3, 1)} if step == 2 else {})
+    assert made.sync(60)  # nothing new: no shard
+    assert len(reader.read(tmp_path).manifest["shards"]) == 3
+    made.close()
+    assert not made.sync(60)
+
+
+def test_a_pause_ends_the_shard(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "WAKE_SECONDS", 0.01)
+    made = Recorder(Settings(tmp_path), "test", K, V, ABOUT)
+    flushed, flush = threading.Event(), made._flush
+
+    def flush_and_say():
+        flush()
+        if made.blocks:
+            flushed.set()
+
+    monkeypatch.setattr(made, "_flush", flush_and_say)
+    made.add(one_block(made, made.enter("r", "strict")))
+    assert flushed.wait(60)
+    assert reader.read(tmp_path).blocks == 1
+    made.close()
+
+
+ENDED = """
+    import os, signal, sys
+    sys.path[:0] = sys.argv[2:]
+    from pathlib import Path
+    from adapters.capture import Recorder, Settings
+    from test_capture_recorder import ABOUT, K, V, one_block
+    made = Recorder(Settings(Path(sys.argv[1])), "test", K, V, ABOUT)
+    assert made.close_at_sigterm() and not made.close_at_sigterm()
+    number = made.enter("r", "strict")
+    for step in range(50):
+        made.add(one_block(made, number, step))
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:  # an engine's loop goes on meanwhile
+        made.add(one_block(made, number, step))
+"""
+
+
+def test_a_process_ended_by_sigterm_closes_its_capture(tmp_path):
+    arguments = [str(tmp_path), str(ROOT), str(Path(__file__).parent)]
+    done = subprocess.run([sys.executable, "-c", dedent(ENDED), *arguments], timeout=120)
+    assert done.returncode == -signal.SIGTERM
+    found = reader.read(tmp_path)
+    assert (found.closed, found.dropped, found.columns["step"][:50].tolist()) == (True, 0, list(range(50)))
+
+
+def test_arms_by_turns_are_captured_alike(tmp_path):
+    made = Recorder(Settings(tmp_path, 0.5), "test", K, V, ABOUT)
+    taken = [made.enter(f"r{n}", "strict" if n % 2 else "asd") for n in range(40)]
+    made.close()
+    assert sum(n >= 0 for n in taken[::2]) == sum(n >= 0 for n in taken[1::2]) == 10
 
 
 def test_what_a_full_queue_takes_no_more_is_counted(tmp_path):
@@ -260,7 +339,8 @@ def test_a_killed_writer_leaves_its_whole_shards(tmp_path):
     [
         ("SPECACCEPT_CAPTURE_RATE", "0", "a number in (0, 1]"),
         ("SPECACCEPT_CAPTURE_RATE", "nan", "a number in (0, 1]"),
-        ("SPECACCEPT_CAPTURE_ROWS", "yes", "0 or 1"),
+        ("SPECACCEPT_CAPTURE_ROWS", "yes", "0, 1 or a share"),
+        ("SPECACCEPT_CAPTURE_ROWS", "1.5", "0, 1 or a share"),
         ("SPECACCEPT_CAPTURE_QUEUE_MB", "1.5", "a whole number"),
     ],
 )
@@ -268,6 +348,12 @@ def test_a_wrong_variable_is_named(name, value, told):
     with pytest.raises(CaptureError, match=name) as error:
         Settings.from_environment({"SPECACCEPT_CAPTURE": "somewhere", name: value})
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(("said", "share"), [("", 0), ("0", 0), ("on", 1), ("1", 1), ("0.02", 0.02)])
+def test_rows_are_a_share(said, share):
+    found = Settings.from_environment({"SPECACCEPT_CAPTURE": "somewhere", "SPECACCEPT_CAPTURE_ROWS": said})
+    assert found == Settings(Path("somewhere"), rows=share)
 
 
 def test_off_is_off_and_a_variable_without_a_folder_is_an_error():
@@ -279,7 +365,7 @@ def test_off_is_off_and_a_variable_without_a_folder_is_an_error():
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.floats(0.01, 1), st.integers(1, 400))
 def test_the_rate_is_the_share_of_requests(rate, count):
-    taken = [Settings(Path(), rate).takes(n) for n in range(count)]
+    taken = [takes(rate, n) for n in range(count)]
     assert taken[0]
     assert abs(sum(taken) - rate * count) <= 1 + 1e-9
 
@@ -306,7 +392,8 @@ def test_packed_columns_unpack():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_way_of_a_gpu_ends_in_the_same_columns(tmp_path, monkeypatch, seed):
     """Without one: packing, pinned memory and its reuse, rows left out, on CPU tensors."""
-    monkeypatch.setattr(recorder, "_pinned", lambda tensor: tensor.clone())
+    monkeypatch.setattr(recorder, "_pinned", lambda words: torch.full((words,), -1, dtype=torch.int32))
+    monkeypatch.setattr(recorder, "_sent", lambda tensor, device: tensor.clone())
     monkeypatch.setattr(recorder, "_recorded", lambda: type("Event", (), {"synchronize": lambda self: None})())
     found = []
     for way in ("_on_cpu", "_on_device"):

@@ -9,9 +9,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from adapters.capture import Blocks, CaptureError, Recorder, Settings, recorder
+from adapters.capture.layout import FULL
 from harness.replay import parquet, reader, table
 
 ABOUT = {
@@ -41,7 +43,7 @@ def folder(tmp_path, monkeypatch):
     """Three shards of two blocks with full rows; two requests of three steps."""
     monkeypatch.setattr(recorder, "SHARD_BLOCKS", 2)
     monkeypatch.setattr(recorder, "BATCH_BLOCKS", 2)
-    made = Recorder(Settings(tmp_path, rows=True), "test", K, V, ABOUT)
+    made = Recorder(Settings(tmp_path, rows=1.0), "test", K, V, ABOUT)
     numbers = [made.enter(rid, "strict", prompt=[1]) for rid in ("a", "b")]
     for step in range(3):
         add(made, numbers, [step, step], seed=step)
@@ -121,7 +123,7 @@ def test_a_shard_that_is_no_safetensors_file_is_named(folder):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda t, m: (t, m | {"version": 2}), "version: expected 1, found 2"),
+        (lambda t, m: (t, m | {"version": 3}), "version: expected 2, found 3"),
         (lambda t, m: ({n: x for n, x in t.items() if n != "lse"}, m), "lse: expected a column"),
         (lambda t, m: (t | {"draft": t["draft"][:, :2].contiguous()}, m), "draft: expected I32"),
         (lambda t, m: (t | {"rank": t["rank"].float()}, m), "rank: expected I32"),
@@ -142,7 +144,7 @@ def test_a_shard_of_another_format_is_named(folder, change, told):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda m: m.update(version=2), "version: expected 1, found 2"),
+        (lambda m: m.update(version=3), "version: expected 1 or 2, found 3"),
         (lambda m: m.update(format="other"), "format: expected specaccept-capture"),
         (lambda m: m.pop("K"), "K: expected int, found None"),
         (lambda m: m.update(rate="all"), "rate: expected float"),
@@ -151,7 +153,7 @@ def test_a_shard_of_another_format_is_named(folder, change, told):
         (lambda m: m["shards"].reverse(), "shards[0]"),
     ],
 )
-def test_a_manifest_that_is_not_v1_is_refused(folder, change, told):
+def test_a_manifest_of_another_format_is_refused(folder, change, told):
     edit(folder, change)
     with pytest.raises(CaptureError) as error:
         reader.read(folder)
@@ -207,6 +209,31 @@ def test_captures_of_one_engine_are_one_and_others_are_not(tmp_path):
     edit(tmp_path / "test-1", lambda m: m.update(target={"name": "other"}))
     with pytest.raises(CaptureError, match=r"test-1/manifest\.json: target: expected that of test-0"):
         reader.read(tmp_path)
+
+
+def test_a_server_that_was_asked_nothing_is_left_out(tmp_path):
+    Recorder(Settings(tmp_path), "test", K, None, ABOUT).close()
+    with pytest.raises(CaptureError, match="vocabulary"):
+        reader.read(tmp_path)
+    made = Recorder(Settings(tmp_path), "test", K, V, ABOUT)
+    add(made, [made.enter("r", "strict")], [0])
+    made.close()
+    assert [path.name for path in reader.read(tmp_path).folders] == ["test-1"]
+
+
+def test_a_capture_of_v1_is_read(folder):
+    for number in range(3):
+        path = folder / f"blocks-{number:05d}.safetensors"
+        with safe_open(path, "pt") as opened:
+            news = json.loads(opened.metadata()["specaccept"]) | {"version": 1}
+        columns = load_file(path)
+        assert (columns["flags"] == FULL).all()
+        columns["flags"] &= ~FULL
+        save_file(columns, path, metadata={"specaccept": json.dumps(news)})
+        relist(folder, path.name)
+    edit(folder, lambda manifest: manifest.pop("rows_share") and manifest.update(version=1))
+    assert reader.read(folder).blocks == 6
+    assert reader.read_rows(folder, 2)["target_logits"].shape == (2, K + 1, V)
 
 
 def test_parquet_has_a_row_per_verified_draft(folder):
