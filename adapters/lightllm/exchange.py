@@ -1,17 +1,21 @@
 """How a harness reads the counters of a LightLLM server, which has no endpoint to put them behind: files in a folder.
 
-SPECACCEPT_TELEMETRY_DIR names the folder. A reader writes a token into `ask`; every rank answers with `rank-N.json`:
-its snapshot and the token, replaced atomically. The counters are host numbers, so answering never touches the device.
-The token, not a clock, proves that an answer is newer than the question: it works across a container's bind mount.
+SPECACCEPT_TELEMETRY_DIR names the folder. A reader writes a token into the pipe `ask-N` of every rank, and rank N answers
+with `rank-N.json`: its snapshot and the token, replaced atomically. Between two questions the thread that answers
+sleeps in the kernel: an engine that nobody asks pays nothing for it. The counters are host numbers, so answering never
+touches the device. The token, not a clock, proves that an answer is newer than the question. Both ends are processes of
+one kernel; a container's bind mount may lie between them.
 
 A request that carries a seed (which greedy decoding ignores) leaves one line in `finished-N.jsonl` when it ends, under
-that seed as its tag: what the policy did for this request, before its answer can reach the client.
+that seed as its tag: what the policy did for this request, written behind its answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
 import threading
 import time
 import uuid
@@ -21,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "SPECACCEPT_TELEMETRY_DIR"
-ASK = "ask"
-POLL_S = 0.05
-BUSY_POLL_S = 0.25  # while steps are made: a thread that wakes up takes the interpreter from the one that makes them
+POLL_S = 0.01  # of the asker
 REPEAT_S = 1.0
-_ASKING = threading.Lock()  # one question at a time: the file holds one token
+LONGEST = 4096  # bytes of one read; shorter writes into a pipe are whole
+_ASKING = threading.Lock()  # one question at a time: an answer carries one token
 
 
 class NoAnswer(RuntimeError):
@@ -47,43 +50,31 @@ def _read(path: Path) -> str | None:
 
 
 class Responder:
-    """Answers for one rank. snapshot: () -> JSON object. world: how many ranks share the folder. steps: () -> a number
-    that grows while the engine works."""
+    """Answers for one rank. snapshot: () -> JSON object. world: how many ranks share the folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world: int,
-        snapshot: Callable[[], dict[str, Any]],
-        steps: Callable[[], int] = int,
-    ) -> None:
-        self.ask, self.file = folder / ASK, folder / f"rank-{rank}.json"
-        self.rank, self.world, self.snapshot, self.steps = rank, world, snapshot, steps
-        self.answered: str | None = None
+    def __init__(self, folder: Path, rank: int, world: int, snapshot: Callable[[], dict[str, Any]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.pipe, self.file = folder / f"ask-{rank}", folder / f"rank-{rank}.json"
+        self.rank, self.world, self.snapshot = rank, world, snapshot
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(self.pipe)
+        self.pipe.chmod(0o622)  # a harness outside the container may be another user
+        self.asked = os.open(self.pipe, os.O_RDWR)  # its own writer too, so that a read waits instead of ending
 
-    def answer(self) -> bool:
-        """Answer a question not answered yet. True: it did."""
-        token = _read(self.ask)
-        if not token or token == self.answered:
-            return False
+    def answer(self) -> None:
+        """Wait for a question; of several that came at once the last counts."""
+        token = os.read(self.asked, LONGEST).split()[-1].decode()
         record = self.snapshot() | {"rank": self.rank, "world": self.world, "answers": token}
         _write(self.file, json.dumps(record))
-        self.answered = token
-        return True
 
     def start(self) -> threading.Thread:
         """Answer for as long as the process lives."""
 
-        def poll() -> None:
-            seen = 0
+        def serve() -> None:
             while True:
                 self.answer()
-                before, seen = seen, self.steps()
-                time.sleep(POLL_S if seen == before else BUSY_POLL_S)
 
-        thread = threading.Thread(target=poll, name="specaccept-telemetry", daemon=True)
+        thread = threading.Thread(target=serve, name="specaccept-telemetry", daemon=True)
         thread.start()
         return thread
 
@@ -93,10 +84,10 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / f"finished-{rank}.jsonl").open("w", buffering=1)
+        self.file = (folder / f"finished-{rank}.jsonl").open("wb", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        self.file.write(json.dumps(record).encode() + b"\n")
 
 
 class Follower:
@@ -149,16 +140,28 @@ def _ask(folder: Path, timeout_s: float) -> dict[str, Any]:
     token = uuid.uuid4().hex
     deadline, asked = time.monotonic() + timeout_s, float("-inf")
     while True:
-        if time.monotonic() > asked + REPEAT_S:  # another process may have asked over it
+        if time.monotonic() > asked + REPEAT_S:  # a rank may have come up since; another process may have asked over it
             asked = time.monotonic()
-            _write(folder / ASK, token)
+            for pipe in folder.glob("ask-*"):
+                _question(pipe, token)
         answers = [a for a in map(_answer, sorted(folder.glob("rank-*.json"))) if a and a.get("answers") == token]
         if answers and len(answers) == answers[0]["world"]:
             return merge(answers)
         if time.monotonic() > deadline:
             world = answers[0]["world"] if answers else "any number of"
             raise NoAnswer(f"{folder}: expected {world} ranks to answer within {timeout_s:g} s, found {len(answers)}")
-        time.sleep(POLL_S / 2)
+        time.sleep(POLL_S)
+
+
+def _question(pipe: Path, token: str) -> None:
+    """Never waits. A rank that is gone, or that reads nothing any more, is told by its missing answer."""
+    with contextlib.suppress(OSError):  # ENXIO: nobody reads; EAGAIN: full
+        end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            if stat.S_ISFIFO(os.fstat(end).st_mode):
+                os.write(end, token.encode() + b"\n")
+        finally:
+            os.close(end)
 
 
 def _answer(path: Path) -> dict[str, Any] | None:

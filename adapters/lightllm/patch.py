@@ -3,6 +3,9 @@
 One decode step, in one thread: `sample` picks an id per row -> (overlap site: ids are queued for the host) ->
 `mtp_verify` -> consumers of the ids -> `scatter` writes the next proposal -> ... -> `_post_handle`, ids on the host.
 Two threads take steps in turn: what a step leaves for its later seams is thread-local, matched by tensor identity.
+
+Where nothing can be relaxed (strict, B = 0, m = 0) all of these stay the engine's own functions: only `_post_handle` is
+wrapped, behind the answer, and what happened is read from the engine's own mtp_* totals of the request.
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.capture import CaptureError, Settings
+from adapters.capture import CaptureError, Settings, settings
 from adapters.lightllm import accept, account, exchange, seams
-from adapters.lightllm.account import Account, Step, marks_of, step_of
+from adapters.lightllm.account import Account, Contradiction, Step, marks_of, step_of
 from adapters.lightllm.capture import Capture
 from adapters.policy import Policy
 from adapters.telemetry import Telemetry
 
 LOST = "logits not found"
+CONTRADICTED = "totals and tokens differ"
 
 
 @dataclass(slots=True)
@@ -56,6 +60,9 @@ class Engine:
     def __init__(self, policy: Policy, root: Path) -> None:
         self.policy, self.root, self.layout = policy, root, seams.layout_of(root)
         self.policy_is_strict = policy.is_strict  # worked out once: this is asked every step
+        # Not where its verify calls are captured. What is wrong with that request is `_capture`'s to say.
+        captures = bool(os.environ.get(settings.FOLDER, "").strip())
+        self.engine_decides = policy.is_strict and not captures and seams.engine_can_tell(self.layout)
         self.telemetry = Telemetry("lightllm", "lightllm", seams.engine_version(root), policy)
         self.account = Account(self.telemetry, policy)
         self.ledger: accept.Ledger | None = None
@@ -77,11 +84,11 @@ class Engine:
         local = self.local
         sampled, local.sampled, local.step, local.copies = local.sampled, None, None, None
         if self.lost or sampled is None or sampled.ids is not ids or len(sampled.requests) != ids.shape[0]:
-            self._lose()
+            self._lose(LOST)
             return strict(table, starts, ids, slots)
         step = step_of(sampled.requests)
         if len(step.requests) != starts.shape[0]:
-            self._lose()
+            self._lose(LOST)
             local.step = step
             return strict(table, starts, ids, slots)
         local.step = step
@@ -117,12 +124,19 @@ class Engine:
         local.copies = self._to_host(regret, verdict.stop)
         return verdict.accept_len, verdict.accepted
 
-    def _lose(self) -> None:
-        """A verify call whose logits cannot be told: strict from here on, and no longer published as armed."""
+    def _lose(self, reason: str, detail: str = "") -> None:
+        """What is decided or counted here can no longer be vouched for: strict from here on, and not armed."""
         if not self.lost:
-            print(f"specaccept: {LOST}: strict from here on, not armed", file=sys.stderr, flush=True)
+            print(f"specaccept: {reason}{detail}: strict from here on, not armed", file=sys.stderr, flush=True)
         self.lost, self.telemetry.armed = True, False
-        self.telemetry.of(self.policy).fall_back(LOST)
+        self.telemetry.of(self.policy).fall_back(reason)
+
+    def look(self, run_reqs: Sequence[Any], packs: Sequence[Any]) -> None:
+        """Of an engine that decides by itself: what its post-processing call was."""
+        try:
+            self.account.look(run_reqs, packs)
+        except Contradiction as error:
+            self._lose(CONTRADICTED, f": {error}")
 
     def _prepare(self, step: Step, table: Tensor) -> bool:
         """Bring the ledger to this step's requests; False: nothing of it may be relaxed."""
@@ -206,9 +220,9 @@ class Engine:
     def _capture(self, rank: int, args: Any) -> None:
         """Where SPECACCEPT_CAPTURE asks for one, on the first rank: all of them decide alike."""
         try:
-            settings = Settings.from_environment()
-            if settings is not None and rank == 0:
-                self.capture = Capture(settings, self.telemetry.engine, args, self.policy)
+            wanted = Settings.from_environment()
+            if wanted is not None and rank == 0:
+                self.capture = Capture(wanted, self.telemetry.engine, args, self.policy)
                 self.telemetry.capture = self.capture.recorder.describe()
                 self.account.ended = self.capture.ended
         except CaptureError as error:
@@ -217,6 +231,8 @@ class Engine:
     def serve(self, rank: int, world: int, args: Any = None) -> None:
         """Every seam is in place: say so, and answer a harness that asks."""
         missing = sorted(_wanted(self.layout) - self.installed)
+        if self.engine_decides and getattr(args, "mtp_dynamic_verify", False):
+            missing.append("mtp_dynamic_verify, which was not in LIGHTLLM_START_ARGS when the modules loaded")
         if missing:
             raise seams.Refused([f"{self.layout}: not armed at {name}" for name in missing])
         self._capture(rank, args)
@@ -224,7 +240,7 @@ class Engine:
         folder = os.environ.get(exchange.FOLDER, "").strip()
         if folder:
             self.account.finished = exchange.Journal(Path(folder), rank).write
-            exchange.Responder(Path(folder), rank, world, self.snapshot, lambda: self.account.steps).start()
+            exchange.Responder(Path(folder), rank, world, self.snapshot).start()
         if rank == 0:
             print(f"specaccept: armed {self.policy.key} at {self.layout}", file=sys.stderr, flush=True)
 
@@ -248,12 +264,17 @@ def _wanted(layout: str) -> set[str]:
 
 
 def module_loaded(module: ModuleType) -> None:
-    """Put the wrappers of one module in place. Twice does nothing."""
+    """Put the wrappers of one module in place, checking every seam on the objects themselves. Twice does nothing."""
     state = engine()
     if module.__name__ in state.installed:
         return
+    for seam in seams.LAYOUTS[state.layout]:
+        if seam.module == module.__name__ and "." not in seam.name:
+            _original(module, seam.name, state.layout)
     if module.__name__ == seams.BACKEND:
         _arm_backend(module, state)
+    elif state.engine_decides:
+        pass
     elif module.__name__ == seams.SPECULATIVE:
         _arm_verify(module, state)
         _arm_scatter(module, "scatter_mtp_next_tokens", lambda named: named["proposal"].token_ids.shape[1], state)
@@ -314,11 +335,6 @@ def _arm_scatter(module: Any, name: str, drafts: Callable[[dict[str, Any]], int]
     setattr(module, name, scatter)
 
 
-def going_of(requests: Sequence[Any]) -> list[bool]:
-    """Whether each had not ended."""
-    return [not req.finish_status.is_finished() for req in requests]
-
-
 def _arm_backend(module: Any, state: Engine) -> None:
     if state.layout == "earlier":
         _arm_verify(module, state)
@@ -362,7 +378,6 @@ def _arm_backend(module: Any, state: Engine) -> None:
         **named,
     ):
         step = state.take_step()
-        before = going_of(run_reqs if step is None else step.requests)
         result = post_handle(
             self,
             run_reqs,
@@ -374,11 +389,34 @@ def _arm_backend(module: Any, state: Engine) -> None:
             **named,
         )
         if self.is_master_in_dp and step is not None:
-            state.account.add(step, run_reqs, run_reqs_update_packs, before)
+            state.account.add(step, run_reqs, run_reqs_update_packs)
         elif self.is_master_in_dp:
-            pairs = {id(req): req for req, going in zip(run_reqs, before, strict=True) if going}
-            if over := [req for req in pairs.values() if req.finish_status.is_finished()]:
-                state.account.end(over)
+            state.account.end(run_reqs)
+        return result
+
+    @wraps(post_handle)
+    def _post_handle_and_look(
+        self,
+        run_reqs,
+        next_token_ids,
+        next_token_logprobs,
+        next_token_ranks,
+        run_reqs_update_packs,
+        *rest,
+        **named,
+    ):
+        result = post_handle(
+            self,
+            run_reqs,
+            next_token_ids,
+            next_token_logprobs,
+            next_token_ranks,
+            run_reqs_update_packs,
+            *rest,
+            **named,
+        )
+        if self.is_master_in_dp:
+            state.look(run_reqs, run_reqs_update_packs)
         return result
 
     @wraps(init_model)
@@ -388,12 +426,15 @@ def _arm_backend(module: Any, state: Engine) -> None:
         state.serve(self.global_rank, self.global_world_size, kvargs["args"])
         return result
 
+    backend.init_model = _init_model
+    if state.engine_decides:
+        backend._post_handle = _post_handle_and_look
+        return
     if not state.policy_is_strict:  # these two are for what was edited
         backend._get_next_token_ranks = _get_next_token_ranks
         backend._async_copy_next_token_infos_to_pin_mem = _async_copy_next_token_infos_to_pin_mem
     backend._sample_and_scatter_token = _sample_and_scatter_token
     backend._post_handle = _post_handle
-    backend.init_model = _init_model
 
 
 __all__ = ["Engine", "Sampled", "account", "engine", "module_loaded"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ BATCH = f"{_INFER}.infer_batch"
 SAMPLER = f"{_INFER}.mode_backend.generic_post_process"
 KERNELS = "lightllm.common.basemodel.triton_kernel.mtp_utils"
 FUSED = f"{_INFER}.mode_backend.chunked_prefill.mtp_fused_decode_graph"
+ARGUMENTS = "LIGHTLLM_START_ARGS"  # JSON, set before a server's processes start
 FUSED_OFF = "LIGHTLLM_DISABLE_MTP_FUSED_GRAPH"
 
 PATCHED_MODULES = (BACKEND, NORMAL, PARALLEL, SPECULATIVE)
@@ -120,6 +122,16 @@ LAYOUTS: dict[str, tuple[Seam | Alias, ...]] = {
                 "mtp_accept_len",
             ),
         ),
+        # The totals of a request that strict and B = 0 are counted from.
+        Seam(
+            SPECULATIVE,
+            "record_request_mtp_metrics",
+            ("backend", "decode_reqs", "accept_lengths_cpu", "verify_run_reqs"),
+            exact=True,
+        ),
+        Seam(BATCH, "InferReq.update_mtp_accepted_token_num", ("self", "accept_token_num"), exact=True),
+        Seam(BATCH, "InferReq.update_mtp_verify_token_num", ("self", "verify_token_num"), exact=True),
+        Seam(BATCH, "InferReq.update_mtp_verify_step_num", ("self", "verify_step_num"), exact=True),
     ),
     "earlier": (
         *_COMMON,
@@ -160,6 +172,16 @@ def _tree(path: Path) -> ast.Module | None:
 
 def layout_of(root: Path) -> str:
     return "lightspec" if file_of(root, SPECULATIVE).is_file() else "earlier"
+
+
+def engine_can_tell(layout: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the engine's own totals of a request say all there is to count where its own functions decide.
+
+    Not before LightSpec, which counts accepted drafts only, and not under dynamic verification, where a step may verify
+    columns that were not drafted. A server's processes find its arguments in their environment.
+    """
+    arguments = json.loads(environ.get(ARGUMENTS, "") or "{}")
+    return layout == "lightspec" and not arguments.get("mtp_dynamic_verify", False)
 
 
 def drift(root: Path) -> list[str]:

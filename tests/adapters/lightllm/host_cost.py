@@ -94,6 +94,7 @@ class Status:
 def request(slot: int) -> SimpleNamespace:
     param = SimpleNamespace(top_k=1, temperature=1.0, seed=7)
     shared = SimpleNamespace(input_len=100, finish_token_index=-1)
+    shared.mtp_verify_step_num = shared.mtp_verify_token_num = shared.mtp_accepted_token_num = 0
     return SimpleNamespace(
         req_idx=slot, sampling_param=SimpleNamespace(shm_param=param), finish_status=Status(), shm_req=shared
     )
@@ -153,6 +154,10 @@ class Step:
             next_token_ids=ids, next_token_logprobs=logprobs, next_token_ranks=ranks
         )
         self.length += ACCEPTED
+        for req in self.requests:  # the engine's own totals
+            req.shm_req.mtp_verify_step_num += 1
+            req.shm_req.mtp_verify_token_num += K + 1
+            req.shm_req.mtp_accepted_token_num += ACCEPTED - 1
         packs = [SimpleNamespace(output_len=self.length - n) for _ in self.requests for n in range(ACCEPTED)]
         backend._post_handle(
             run_reqs=self.kept,
@@ -205,10 +210,12 @@ def arm(engine: SimpleNamespace, policy, folder: str) -> None:
     tree = Path(__file__).parent / "double"
     state = patch.Engine(policy, tree)
     state.account.finished = exchange.Journal(Path(folder), 0).write
+    patch._arm_backend(engine, state)
+    if getattr(state, "engine_decides", False):
+        return
     patch._arm_sample(engine, state)
     patch._arm_verify(engine, state)
     patch._arm_scatter(engine, "scatter_mtp_next_tokens", lambda named: named["proposal"].token_ids.shape[1], state)
-    patch._arm_backend(engine, state)
 
 
 def measure(policy: dict | None, count: int, steps: int) -> dict:

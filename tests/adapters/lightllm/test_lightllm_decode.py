@@ -86,6 +86,22 @@ def test_strict_policies_change_nothing(serve, policy):
     assert counters[policy.key]["drafts_verified"] > 0
 
 
+@pytest.mark.parametrize("policy", [STRICT, B0, M0, ASD], ids=lambda p: p.key)
+def test_the_step_of_a_strict_server_is_the_engine_s_own(tree, policy, monkeypatch):
+    """Nothing between two ids is wrapped where nothing can be relaxed; what is seen is seen behind the answer."""
+    with rig.armed(tree, policy, monkeypatch) as modules:
+        backend = modules.backend.ModeBackend
+        step = [modules.normal.sample, modules.parallel.sample]
+        step += [
+            getattr(sys.modules[rig.seams.SPECULATIVE], name) for name in ("mtp_verify", "scatter_mtp_next_tokens")
+        ]
+        step += [getattr(backend, name) for name in ("_sample_and_scatter_token", "_get_next_token_ranks")]
+        step.append(backend._async_copy_next_token_infos_to_pin_mem)
+        ours = [function.__code__.co_filename == modules.patch.__file__ for function in step]
+        assert ours == [policy is ASD] * len(step)
+        assert backend._post_handle.__code__.co_filename == modules.patch.__file__
+
+
 @pytest.mark.parametrize("policy", [ASD, STABLE, HUGE], ids=lambda p: p.key)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_asd_commits_what_the_rule_says_everywhere(serve, policy, seed):

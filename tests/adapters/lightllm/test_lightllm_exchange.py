@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
+import os
+import select
 
 import pytest
 
@@ -23,33 +24,16 @@ def telemetry(relaxed: int, armed: bool = True) -> Telemetry:
     return made
 
 
-def answering(folder, *ranks, world=None):
-    """Every rank answers one question, then stops."""
-    responders = [exchange.Responder(folder, n, world or len(ranks), t.snapshot) for n, t in enumerate(ranks)]
-    stop = threading.Event()
-
-    def poll():
-        while not stop.wait(0.005):
-            for responder in responders:
-                responder.answer()
-
-    thread = threading.Thread(target=poll)
-    thread.start()
-    return stop, thread
-
-
 @pytest.fixture
 def served(tmp_path):
-    running = []
+    """Ranks that answer for as long as the test process lives, asleep in between."""
 
     def start(*ranks, world=None):
-        running.append(answering(tmp_path, *ranks, world=world))
+        for n, each in enumerate(ranks):
+            exchange.Responder(tmp_path, n, world or len(ranks), each.snapshot).start()
         return tmp_path
 
-    yield start
-    for stop, thread in running:
-        stop.set()
-        thread.join()
+    return start
 
 
 def test_counters_of_ranks_are_summed(served):
@@ -98,21 +82,39 @@ def test_records_of_requests_are_found_by_tag(tmp_path):
     for n in range(4):
         journals[n % 2].write({"tag": n, "blocks": n * n})
     assert [follower.take(n, 1)["blocks"] for n in (3, 0, 2)] == [9, 0, 4]
-    journals[0].file.write('{"tag": 9, "blo')  # a line still being written
-    journals[0].file.flush()
+    journals[0].file.write(b'{"tag": 9, "blo')  # a line still being written
     with pytest.raises(exchange.NoAnswer):
         follower.take(9, 0.01)
-    journals[0].file.write('cks": 81}\n')
+    journals[0].file.write(b'cks": 81}\n')
     assert follower.take(9, 1)["blocks"] == 81
     assert follower.take(1, 1)["blocks"] == 1
     with pytest.raises(exchange.NoAnswer):  # taken once
         follower.take(1, 0.01)
 
 
-def test_a_question_is_answered_once(tmp_path):
-    responder = exchange.Responder(tmp_path, 0, 1, telemetry(1).snapshot)
-    assert not responder.answer()
-    (tmp_path / exchange.ASK).write_text("token")
-    assert responder.answer()
-    assert not responder.answer()
+def test_a_question_is_answered_once_and_nobody_is_woken_without_one(tmp_path):
+    asked = []
+    responder = exchange.Responder(tmp_path, 0, 1, lambda: asked.append(1) or telemetry(1).snapshot())
+    assert select.select([responder.asked], [], [], 0)[0] == []
+    exchange._question(responder.pipe, "early")
+    exchange._question(responder.pipe, "token")
+    responder.answer()
     assert json.loads((tmp_path / "rank-0.json").read_text())["answers"] == "token"
+    assert asked == [1]
+    assert select.select([responder.asked], [], [], 0)[0] == []
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "ask-0")
+    (tmp_path / "ask-1").write_text("a file of that name")
+    with pytest.raises(exchange.NoAnswer, match="found 0"):
+        exchange.ask(tmp_path, 0.1)
+    assert (tmp_path / "ask-1").read_text() == "a file of that name"
+
+
+def test_questions_that_nobody_answers_do_not_fill_up(tmp_path):
+    responder = exchange.Responder(tmp_path, 0, 1, telemetry(1).snapshot)
+    for n in range(3000):  # more than a pipe holds
+        exchange._question(responder.pipe, f"{n:032}")
+    responder.answer()
+    assert json.loads((tmp_path / "rank-0.json").read_text())["answers"]

@@ -28,7 +28,7 @@ class Engine:
         self.telemetry.armed = True
         self.journal, self.fault, self.asked = exchange.Journal(folder, 0), "", []
         self.info = {"model_dir": "T", "mtp_draft_model_dir": ["D"], "running_max_req_size": 16}
-        self.responder = exchange.Responder(folder, 0, 1, self.telemetry.snapshot)
+        exchange.Responder(folder, 0, 1, self.telemetry.snapshot).start()
 
     def generate(self, asked: dict) -> dict:
         self.asked.append(asked)
@@ -81,7 +81,7 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path):
-    made, stop = Engine(tmp_path), threading.Event()
+    made = Engine(tmp_path)
 
     class Handler(BaseHTTPRequestHandler):
         def reply(self, status, value):
@@ -106,20 +106,13 @@ def engine(tmp_path):
 
     server = Crowded(("127.0.0.1", 0), Handler)
 
-    def answer():
-        while not stop.wait(0.005):
-            made.responder.answer()
-
-    threads = [threading.Thread(target=server.serve_forever, args=(0.01,)), threading.Thread(target=answer)]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
     made.url = f"http://127.0.0.1:{server.server_port}"
     yield made
-    stop.set()
     server.shutdown()
     server.server_close()
-    for thread in threads:
-        thread.join()
+    thread.join()
 
 
 @pytest.fixture

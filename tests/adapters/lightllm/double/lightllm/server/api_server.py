@@ -11,7 +11,6 @@ import hashlib
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import lightllm
@@ -39,13 +38,7 @@ class Fake:
         self.telemetry = Telemetry("lightllm", "lightllm", version, self.policy)
         self.telemetry.armed = True
         self.journal = exchange.Journal(folder, 0)
-        self.responder = exchange.Responder(folder, 0, 1, self.telemetry.snapshot)
-        threading.Thread(target=self.respond, daemon=True).start()
-
-    def respond(self) -> None:
-        while True:
-            self.responder.answer()
-            time.sleep(0.002)
+        exchange.Responder(folder, 0, 1, self.telemetry.snapshot).start()
 
     async def generate(self, request: Request) -> Response:
         asked = await request.json()

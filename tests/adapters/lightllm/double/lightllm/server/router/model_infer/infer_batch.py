@@ -27,6 +27,15 @@ class InferReq:
         elif output_len >= self.sampling_param.shm_param.max_new_tokens:
             self.finish_status.set_status(FinishStatus.FINISHED_LENGTH)
 
+    def update_mtp_accepted_token_num(self, accept_token_num):
+        self.shm_req.mtp_accepted_token_num += accept_token_num
+
+    def update_mtp_verify_token_num(self, verify_token_num):
+        self.shm_req.mtp_verify_token_num += verify_token_num
+
+    def update_mtp_verify_step_num(self, verify_step_num):
+        self.shm_req.mtp_verify_step_num += verify_step_num
+
 
 class InferReqUpdatePack:
     def __init__(self, req_obj, output_len):

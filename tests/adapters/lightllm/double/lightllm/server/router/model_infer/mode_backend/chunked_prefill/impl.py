@@ -57,10 +57,13 @@ class ChunkedPrefillBackend(ModeBackend):
         host = self._async_copy_next_token_infos_to_pin_mem(
             next_token_ids=ids, next_token_logprobs=logprobs, next_token_ranks=ranks
         )
-        finish_step(self, run_reqs, accepted, host)
+        finish_step(self, decode_reqs, run_reqs, lengths, accepted, host)
 
 
-def finish_step(backend, run_reqs, accepted, host):
+def finish_step(backend, decode_reqs, run_reqs, lengths, accepted, host):
+    mtp_utils.record_request_mtp_metrics(
+        backend=backend, decode_reqs=decode_reqs, accept_lengths_cpu=lengths, verify_run_reqs=run_reqs
+    )
     kept = accepted.bool()
     reqs = [req for req, ok in zip(run_reqs, kept.tolist(), strict=True) if ok]
     packs = backend._pre_post_handle(reqs, is_chuncked_mode=False)

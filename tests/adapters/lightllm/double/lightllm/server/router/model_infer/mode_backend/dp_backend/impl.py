@@ -43,4 +43,4 @@ class DPChunkedPrefillBackend(ModeBackend):
             b_req_idx=slots,
             mtp_accept_len=lengths,
         )
-        finish_step(self, run_reqs, accepted, host)
+        finish_step(self, decode_reqs, run_reqs, lengths, accepted, host)
