@@ -37,7 +37,18 @@ from adapters.capture.layout import (
 Array = NDArray[Any]
 SCALARS = tuple(name for name in COLUMNS if name not in TOPS)
 # What captures that are read as one must share.
-SHARED = ("version", "engine", "adapter", "target", "draft", "tokenizer", "K", "vocabulary", "logits", "temperature_applied")
+SHARED = (
+    "version",
+    "engine",
+    "adapter",
+    "target",
+    "draft",
+    "tokenizer",
+    "K",
+    "vocabulary",
+    "logits",
+    "temperature_applied",
+)
 
 
 @dataclass
@@ -262,8 +273,8 @@ def _notes(folder: Path, found: dict[str, Any]) -> list[str]:
 
 
 def read_rows(folder: Path, number: int) -> dict[str, Array]:
-    """Full rows of shard `number` of one capture: target_logits [n, K+1, V] of its blocks flagged FULL (v1: of all), and
-    target_probs, draft_probs of those of them flagged DRAWN, in order."""
+    """Full rows of shard `number` of one capture: target_logits [n, K+1, V] of its blocks flagged FULL (v1: of all),
+    and target_probs, draft_probs of those of them flagged DRAWN, in order."""
     found, _ = manifest(folder)
     shard = found["shards"][number]
     if shard["rows"] is None:

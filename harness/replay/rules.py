@@ -40,6 +40,14 @@ def survival(policy: Policy, table: Table, coins: Array | None = None) -> Array:
     return np.logical_and.accumulate((coins <= chance) & (chance > 0), axis=1)
 
 
+def nearest_coin(policy: Policy, table: Table, coins: Array) -> Array:
+    """[N]: how near to its threshold a coin of each block lies, as a share of the threshold; inf without any."""
+    chance = RULES[policy.rule](policy, table)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        gap = np.abs(coins - chance) / chance
+    return np.where(table.verified & (chance > 0) & (chance < 1), gap, np.inf).min(1)
+
+
 def reached(length: Array, drafts: int) -> Array:
     """lengths [N] -> [N, K] bool: more than i."""
     return length[:, None] > np.arange(drafts)

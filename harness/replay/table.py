@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ from harness.replay.reader import Capture
 Array = NDArray[Any]
 NO_CUT = 2**31 - 1
 NOT_MEASURED = ("probe-", "warmup-")  # request ids of a harness that asks whether an engine is ready, and warms it up
+UNNAMED = re.compile(r"[0-9a-f]{32}")  # an engine's own id of a request whose client gave none
 
 
 @dataclass
@@ -23,7 +25,8 @@ class Table:
     """Blocks by request and, within one, by step. N blocks of up to K drafts.
 
     columns: as captured (adapters/capture). prompts, rids: of each request. first: index of each request's first
-    block; count: its blocks. cut [N]: tokens that a block may commit: NO_CUT, or what was kept where its request ended.
+    block; count: its blocks. cut [N]: tokens that a block may commit: what was left of max_new_tokens, and no more than
+    was kept where its request ended; NO_CUT where neither is known. limits [requests]: max_new_tokens, or 0: not known.
     """
 
     columns: dict[str, Array]
@@ -32,6 +35,7 @@ class Table:
     count: Array
     cut: Array
     rids: list[str]
+    limits: Array = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __getattr__(self, name: str) -> Array:
         try:
@@ -122,20 +126,26 @@ def _running(state: Array, marks: Array) -> list[Array]:
 def policies(capture: Capture) -> dict[str, int]:
     """Measured requests by the key of the policy that ran."""
     found: dict[str, int] = {}
-    for info in capture.requests.values():
-        if not info["rid"].startswith(NOT_MEASURED):
-            found[info["policy"]] = found.get(info["policy"], 0) + 1
+    for number in _measured(capture):
+        policy = capture.requests[number]["policy"]
+        found[policy] = found.get(policy, 0) + 1
     return found
+
+
+def _measured(capture: Capture) -> list[int]:
+    """Requests that are no harness's probe or warm-up, nor, where a harness names its requests, an engine's own."""
+    rids = {number: str(info["rid"]) for number, info in capture.requests.items()}
+    named = any(rid.startswith(NOT_MEASURED) for rid in rids.values())
+    return [n for n, rid in rids.items() if not (rid.startswith(NOT_MEASURED) or (named and UNNAMED.fullmatch(rid)))]
 
 
 def select(capture: Capture, policy: str) -> tuple[Table, list[str]]:
     """The countable blocks of one policy's requests, and notes on what was left out.
 
-    Left out: a harness's probes and warm-up; steps an engine ran past the end of a request; what follows a gap (a
+    Left out: probes and warm-up; steps an engine ran past the end of a request; what follows a gap (a
     dropped block), because ledger and phase are unknown behind it. Requests that did not end keep all their blocks.
     """
-    mine = {number: info["rid"] for number, info in capture.requests.items() if info["policy"] == policy}
-    chosen = [number for number, rid in mine.items() if not rid.startswith(NOT_MEASURED)]
+    chosen = [number for number in _measured(capture) if capture.requests[number]["policy"] == policy]
     if not chosen:
         raise CaptureError(
             f"capture: policy {policy}: expected one of {', '.join(policies(capture))}, found no request"
@@ -159,14 +169,23 @@ def select(capture: Capture, policy: str) -> tuple[Table, list[str]]:
     count = np.diff(np.r_[first, len(request)])
     short = (columns["step"] + 1 == ended[:, 0]) & (ended[:, 1] < columns["length"] + 1)
     cut = np.where(short, ended[:, 1], NO_CUT).astype(np.int64)
+    infos = [capture.requests[int(number)] for number in request[first]]
+    limits = np.array([info.get("max_new_tokens") or 0 for info in infos], np.int64)
+    cut = np.minimum(cut, _room(columns["length"], first, count, limits))
     if len(open_ := [n for n in np.unique(request) if int(n) not in capture.ends]):
         notes.append(f"{len(open_)} requests did not end within the capture")
     if capture.manifest["temperature_applied"]:
         columns = _unscaled(columns)
-    infos = [capture.requests[int(number)] for number in request[first]]
-    return Table(
-        columns, [info.get("prompt") or [] for info in infos], first, count, cut, [i["rid"] for i in infos]
-    ), notes
+    prompts, rids = [info.get("prompt") or [] for info in infos], [info["rid"] for info in infos]
+    return Table(columns, prompts, first, count, cut, rids, limits), notes
+
+
+def _room(length: Array, first: Array, count: Array, limits: Array) -> Array:
+    """[N]: tokens left of max_new_tokens before each block: the prefill gave one, each block its drafts and a bonus."""
+    before = np.cumsum(length.astype(np.int64) + 1) - (length + 1)
+    spent = 1 + before - np.repeat(before[first], count)
+    limit = np.repeat(limits, count)
+    return np.where(limit > 0, np.maximum(limit - spent, 1), NO_CUT)
 
 
 def _unscaled(columns: dict[str, Array]) -> dict[str, Array]:
@@ -192,4 +211,5 @@ def concatenated(tables: Sequence[Table]) -> Table:
         np.concatenate([table.count for table in tables]),
         np.concatenate([table.cut for table in tables]),
         [rid for table in tables for rid in table.rids],
+        np.concatenate([table.limits for table in tables]),
     )

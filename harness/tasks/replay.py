@@ -41,6 +41,17 @@ LIMITS = (
     "Rules with coins are exact expectations over them. The prompt's own token counts for no step; a block that "
     "ended its request counts the tokens that were kept.",
 )
+LENGTHS = {
+    "all": "The longest answer that each request allowed is known: no block counts more tokens than were left of it.",
+    "none": "The capture (format v1) does not say how long answers might become. Where one was cut there, the blocks "
+    "before the end may count more tokens than were left: answers that were cut read up to about 1 % high.",
+    "some": "The longest answer allowed is known of {known} of {requests} requests; the others, where cut, read high.",
+}
+GRID = (
+    "The grid has {points} policies, each with a 95 % interval of its own, not corrected for their number: about "
+    "{chance:.0f} of them would miss their value by chance, and the best of them reads too high. Choose on one set of "
+    "prompts, confirm on another."
+)
 
 
 def run(config: Config) -> int:
@@ -80,7 +91,7 @@ def run(config: Config) -> int:
         reproduced=again,
         pictures=pictures.numbers(table, masks),
         prediction=predict.predict(outcomes, benches, live) if benches else None,
-        limits=[*LIMITS, *_kind_limits(table)],
+        limits=[*LIMITS, _lengths(table), *_kind_limits(table), *_of_grid(len(_grid(config)))],
         notes=[*capture.notes, *notes, *([note] if note else [])],
         verdict=_verdict(again),
     )
@@ -226,6 +237,16 @@ def _about(capture: reader.Capture, table: Table, key: str) -> dict[str, Any]:
         "dropped": capture.dropped,
         "closed": capture.closed,
     }
+
+
+def _lengths(table: Table) -> str:
+    known, requests = int((table.limits > 0).sum()), len(table.first)
+    which = "all" if known == requests else "some" if known else "none"
+    return LENGTHS[which].format(known=known, requests=requests)
+
+
+def _of_grid(points: int) -> list[str]:
+    return [GRID.format(points=points, chance=max(1, 0.05 * points))] if points > 1 else []
 
 
 def _kind_limits(table: Table) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adapters.capture import Settings
+from adapters.capture.layout import DRAWN
 from adapters.policy import Policy
 from harness.config import ROOT, ConfigError, load
 from harness.engines.reference import loading
@@ -47,7 +48,7 @@ def captured(tmp_path_factory):
     prompts = prompts_of(FOLDERS[0], 3)
     options = Options(*map(str, FOLDERS), slots=4, limit=max(map(len, prompts)) + 40)
     engine = build(model, draft, options)
-    engine.capture = Capture(Settings(folder, rows=True), engine, *map(str, FOLDERS))
+    engine.capture = Capture(Settings(folder, rows=1.0), engine, *map(str, FOLDERS))
     requests = []
     for n, prompt in enumerate(prompts):
         for policy in GREEDY:
@@ -58,7 +59,7 @@ def captured(tmp_path_factory):
             requests.append(Request(f"{policy.rule}-{n}", prompt, params))
     engine.generate(requests)
     engine.capture.close()
-    assert engine.telemetry.snapshot()["capture"] == {"format": 1, "folder": "reference-0", "rate": 1.0, "rows": True}
+    assert engine.telemetry.snapshot()["capture"] == {"format": 2, "folder": "reference-0", "rate": 1.0, "rows": 1.0}
     return folder, requests
 
 
@@ -95,11 +96,52 @@ def test_strict_tokens_per_step_are_the_engines(captured):
     assert len(table) == sum(r.steps for r in mine)
 
 
+def test_no_policy_counts_more_than_the_request_had_room_for(captured):
+    """An answer cut at its limit: strict's own blocks, and what a policy that accepts every draft would have had."""
+    folder, requests = captured
+    table, _ = select(reader.read(folder), "strict")
+    assert table.limits.tolist() == [40] * len(table.first)
+    every = rules.tokens(np.ones((len(table), table.drafts), bool), table)
+    own, cut = {r.rid: r for r in requests}, 0
+    for rid, first, count in zip(table.rids, table.first, table.count, strict=True):
+        request, output = own[rid], 1
+        for step, length in enumerate(request.step_lengths):
+            room = 40 - output
+            kept = min(length + 1, len(request.output) - output)
+            cut += room < table.drafts + 1
+            stopped = step + 1 == count and kept < length + 1
+            assert every[first + step] == min(table.drafts + 1, room, kept if stopped else room)
+            output += kept
+        assert output == len(request.output)
+    assert cut > 0
+
+
+def test_the_limit_says_which_applies(captured):
+    table, _ = select(reader.read(captured[0]), "strict")
+    assert "no block counts more tokens than were left" in task._lengths(table)
+    table.limits[:] = 0
+    assert "read up to about 1 % high" in task._lengths(table)
+    table.limits[0] = 40
+    assert f"known of 1 of {len(table.first)} requests" in task._lengths(table)
+
+
+def test_a_coin_within_rounding_of_its_threshold_is_not_compared(captured):
+    policy = SAMPLED[0]
+    table, _ = select(reader.read(captured[0]), policy.key)
+    table.columns["coin"] = table.coin.copy()
+    chance = rules.chain(policy, table)
+    block = int(np.flatnonzero((chance[:, 0] > 0) & (chance[:, 0] < 1) & (table.length > 0))[0])
+    table.coin[block, 0] = chance[block, 0] * (1 + 1e-6)  # now refused: the engine had it accepted
+    assert reproduced(policy, table) == (len(table) - 1, 0, None)
+    table.coin[block, 0] = chance[block, 0] * (1 + 1e-4)
+    assert reproduced(policy, table) == (len(table), 1, None)
+
+
 def test_p_of_the_rows_is_the_engines(captured):
     folder, _ = captured
     found = reader.read(folder)
     rows = reader.read_rows(found.folders[0], 0)
-    drawn = found.columns["flags"] != 0
+    drawn = found.columns["flags"] & DRAWN != 0
     z = torch.from_numpy(rows["target_logits"][drawn])
     p = target_probs(z, [Sampling(0.8, 50, 0.95)] * len(z)).numpy()
     np.testing.assert_allclose(rows["target_probs"], p, atol=1e-6)
@@ -120,6 +162,7 @@ def test_the_task_leaves_a_sealed_record(captured, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "verdict: pass" in text
     assert "Accept length, not accuracy" in text
+    assert "grid has 2 policies" in " ".join(text.split())
     assert max(len(line.rstrip()) for line in text.splitlines() if not line.startswith("record:")) <= 80
     (found,) = record.read_all(tmp_path)
     assert found.reproduced["different"] == 0

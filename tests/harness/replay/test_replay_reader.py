@@ -194,6 +194,30 @@ def test_probes_and_warm_up_are_no_part_of_it(tmp_path):
     assert table.select(found, "strict")[0].rids == ["strict-y-3"]
 
 
+@pytest.mark.parametrize(("limit", "cut"), [(10, [9, 6, 2]), (11, [10, 7, 2]), (None, [table.NO_CUT] * 2 + [2])])
+def test_a_block_commits_no_more_than_is_left(tmp_path, limit, cut):
+    """Blocks of 3, 4 and 4 tokens behind the prefill's one; of the last, two were kept."""
+    made = Recorder(Settings(tmp_path), "test", K, V, ABOUT)
+    number = made.enter("a", "strict", **({} if limit is None else {"max_new_tokens": limit}))
+    for step, length in enumerate((2, 3, 3)):
+        add(made, [number], [step], seed=step, length=[length])
+    made.end(number, 3, 2)
+    made.close()
+    counted, _ = table.select(reader.read(tmp_path), "strict")
+    assert counted.cut.tolist() == cut
+    assert counted.limits.tolist() == [limit or 0]
+
+
+def test_what_an_engine_asks_itself_is_left_out_where_a_harness_names_its_requests(tmp_path):
+    rids = ["0" * 32, "warmup-a", "strict-a-1"]
+    for count, kept in ((3, ["strict-a-1"]), (1, ["0" * 32])):
+        folder = tmp_path / str(count)
+        made = Recorder(Settings(folder), "test", K, V, ABOUT)
+        add(made, [made.enter(rid, "strict") for rid in rids[:count]], [0] * count)
+        made.close()
+        assert table.select(reader.read(folder), "strict")[0].rids == kept
+
+
 def test_captures_of_one_engine_are_one_and_others_are_not(tmp_path):
     for policy in ("strict", "asd"):
         made = Recorder(Settings(tmp_path), "test", K, V, ABOUT)
