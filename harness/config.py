@@ -189,8 +189,10 @@ class LaunchConfig:
     cores: CPU cores that each server process has for itself; the client keeps the rest (None: all share all).
     Of process alone: together: the servers of a run are up side by side, and its arms alternate over them; only one is
     asked at a time. They share the machine's memory: give each its part by engine.flags.
-    Of docker alone: replicas: servers, each on GPUs of its own, which share the items (None: one, or what the named
-    image says). gpus: device ids (None: 0, 1, ...). port: of the first replica on `publish` (None: a free one).
+    replicas: servers of each arm, which share its items (None: one, or what the named image says). Of docker: each on
+    GPUs of its own, asked side by side. Of process, in a bench: all on the same ones, asked in turn, item by item: what
+    one server process differs from the next then shows, and the intervals of speed hold it.
+    Of docker alone: gpus: device ids (None: 0, 1, ...). port: of the first replica on `publish` (None: a free one).
     publish: address the ports are bound to. hub_cache: the hub's cache on the engine's machine (None: this one's).
     offline: false: the container may download, into a cache that goes with it. code: where answers to coding items run.
     Of attach alone: foreign_adapter: true: measure, marked, a server with other adapter files.
@@ -218,6 +220,8 @@ class LaunchConfig:
         _at_least(self, "launch", 1, "replicas", "port", "cores")
         if self.cores is not None and self.name == "attach":
             raise ConfigError("launch.cores: of servers that are started here, found it with launch=attach")
+        if (self.replicas or 1) > 1 and self.name == "attach":
+            raise ConfigError("launch.replicas: of servers that are started here, found it with launch=attach")
 
 
 @dataclass
@@ -488,6 +492,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
         config.model.dtypes = {}
     settle_policy(config, named)
     _check_own(config, named)
+    _check_replicas(config)
     _check_fixed(config.policy)
     _check_arms(config, named)
     traffic = config.traffic
@@ -585,6 +590,17 @@ def _check_own(config: Config, named: Collection[str]) -> None:
             given := sorted({f"task.{name}" for name in names} & set(named))
         ):
             raise ConfigError(f"{given[0]}: belongs to task={task}, found it with task={config.task.name}")
+
+
+def _check_replicas(config: Config) -> None:
+    """Server processes that share a GPU take turns item by item, one request at a time: a bench's order."""
+    if config.launch.name != "process" or (config.launch.replicas or 1) == 1:
+        return
+    if config.task.name not in ("bench", "sweep"):
+        raise ConfigError(f"launch.replicas: with launch=process of a bench, found task={config.task.name}")
+    if (config.task.concurrency or 1) > 1:
+        found = config.task.concurrency
+        raise ConfigError(f"launch.replicas: with launch=process expected task.concurrency=1, found {found}")
 
 
 def _check_fixed(found: PolicyConfig) -> None:

@@ -1,14 +1,14 @@
-"""Bring an engine up, prove it is the right one, and always bring it down: process, attach (docker: not yet).
+"""Bring an engine up, prove it is the right one, and always bring it down: process, docker, attach.
 
 A launcher is a module with `preflight(config)`, which refuses in one line what cannot run before anything is recorded,
-and the context manager `launch(config, log, policy) -> RunningEngine`. `process` has `start` too, so that several
-servers come up at once.
+and the context manager `launch(config, log, policy) -> RunningEngine`. `process` has `launch_all` too, for several
+servers at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from adapters.policy import Policy
@@ -37,9 +37,9 @@ def launch(config: Config, log: Path, policy: Policy | None) -> AbstractContextM
 
 @contextmanager
 def launch_all(config: Config, servers: Sequence[tuple[Path, Policy | None]]) -> Iterator[list[RunningEngine]]:
-    """Several servers side by side: all are started, then each is waited for. Whatever happens, all are stopped.
+    """Several servers side by side, each with its log and policy. Whatever happens, all are stopped.
 
-    servers: log and policy of each. Raises LaunchError.
+    Raises LaunchError.
     """
     if len(servers) == 1:
         with launch(config, *servers[0]) as engine:
@@ -47,23 +47,8 @@ def launch_all(config: Config, servers: Sequence[tuple[Path, Policy | None]]) ->
         return
     if config.launch.name != "process":
         raise LaunchError(f"several servers at once need launch=process, found {config.launch.name}")
-    with ExitStack() as stack:
-        own = cores.shares(config, len(servers))
-        stack.enter_context(cores.client(own))
-        starting: list[process.Starting] = []
-        for place, (log, policy) in enumerate(servers):
-            starting.append(stack.enter_context(process.start(config, log, policy, own[place] if own else None)))
-
-        def check_alive() -> None:
-            """While one is waited for, none of the others has died."""
-            for each in starting:
-                each.check_alive()
-
-        try:
-            yield [each.ready(check_alive) for each in starting]
-        finally:
-            for each in starting:  # all at once; each is waited for in its turn
-                each.terminate()
+    with process.launch_all(config, servers) as engines:
+        yield engines
 
 
 __all__ = ["LaunchError", "RunningEngine", "launch", "launch_all", "preflight"]

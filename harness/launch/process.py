@@ -35,6 +35,7 @@ from harness.launch.base import TELEMETRY, LaunchError, RunningEngine
 from harness.launch.capability import require
 from harness.launch.command import command, printable
 from harness.launch.ready import check_server, probe
+from harness.launch.shards import ShardedClient
 
 READY_LINE = re.compile(r"ready on (http://\S+)")
 POLL_S = 0.1
@@ -48,9 +49,70 @@ def preflight(config: Config) -> None:
 
 @contextmanager
 def launch(config: Config, log: Path, policy: Policy | None) -> Iterator[RunningEngine]:
-    own = pinning.shares(config, 1)
-    with pinning.client(own), start(config, log, policy, own[0] if own else None) as starting:
-        yield starting.ready(starting.check_alive)
+    with launch_all(config, [(log, policy)]) as (engine,):
+        yield engine
+
+
+@contextmanager
+def launch_all(config: Config, servers: Sequence[tuple[Path, Policy | None]]) -> Iterator[list[RunningEngine]]:
+    """Several servers side by side, of each launch.replicas: all are started, then each is waited for.
+
+    servers: log and policy of each. Whatever happens, all are stopped.
+    """
+    count = config.launch.replicas or 1
+    own = pinning.shares(config, count * len(servers))
+    with ExitStack() as stack:
+        stack.enter_context(pinning.client(own))
+        starting: list[Starting] = []
+        for log, policy in servers:
+            nonce, logs = secrets.token_hex(8), [log]
+            if count > 1:
+                logs = [log.with_name(f"{log.stem}-{replica}{log.suffix}") for replica in range(count)]
+                stack.callback(join, log, logs)
+            for part in logs:
+                cores = own[len(starting)] if own else None
+                starting.append(stack.enter_context(start(config, part, policy, nonce, cores)))
+
+        def check_alive() -> None:
+            """While one is waited for, none of the others has died."""
+            for each in starting:
+                each.check_alive()
+
+        try:
+            engines = [each.ready(check_alive) for each in starting]
+            yield [_as_one(engines[first : first + count]) for first in range(0, len(engines), count)]
+        finally:
+            for each in starting:  # all at once; each is waited for in its turn
+                each.terminate()
+
+
+def _as_one(replicas: Sequence[RunningEngine]) -> RunningEngine:
+    """Replicas of one server."""
+    first = replicas[0]
+    if len(replicas) == 1:
+        return first
+    client = ShardedClient([each.client for each in replicas])
+    how = first.how | {"replicas": len(replicas)}
+    if "cores" in how:
+        how["cores"] = [cores for each in replicas for cores in each.how["cores"]]
+
+    def check_alive() -> None:
+        for each in replicas:
+            each.check_alive()
+
+    try:
+        return RunningEngine(client, client.server(), first.nonce, how, check_alive)
+    except EngineError as error:
+        raise LaunchError(f"engine: {error}") from None
+
+
+def join(log: Path, parts: Sequence[Path]) -> None:
+    """One log of several, part by part."""
+    with log.open("ab") as stream:
+        for part in parts:
+            with contextlib.suppress(FileNotFoundError):
+                stream.write(f"== {part.name}\n".encode() + part.read_bytes())
+                part.unlink()
 
 
 @dataclass(frozen=True)
@@ -66,15 +128,17 @@ class Starting:
 
 
 @contextmanager
-def start(config: Config, log: Path, policy: Policy | None, cores: Sequence[int] | None = None) -> Iterator[Starting]:
+def start(
+    config: Config, log: Path, policy: Policy | None, nonce: str, cores: Sequence[int] | None = None
+) -> Iterator[Starting]:
     """The engine's process. Several can be started before one is waited for.
 
-    policy: None: the engine without its adapter. cores: all it may run on (None: wherever this process may). A
-    child dies with the thread that started it (PR_SET_PDEATHSIG), so this is called where the run lives.
+    policy: None: the engine without its adapter. nonce: of this launch, by which it is known. cores: all it may run on
+    (None: wherever this process may). A child dies with the thread that started it (PR_SET_PDEATHSIG), so this is
+    called where the run lives.
     """
     own_port = config.engine.kind == "reference"
     port = 0 if own_port else _free_port()
-    nonce = secrets.token_hex(8)
     argv = command(config, port, armed=policy is not None, nonce=nonce)
     with ExitStack() as stack:
         telemetry = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specaccept-")))

@@ -18,6 +18,8 @@ SHARED = "shared steps"
 WIDTH = "unsupported (verified width follows the load)"
 ACCURACY = ("accuracy", "correct", "accuracy change", "accuracy change, 95 %", "flips", "McNemar p", "detectable")
 TRIPLETS = "triplets kept"  # of a run in blocks: baseline, candidate, baseline
+BY_SERVER = "TPS change, by server"  # of a run whose arms have several
+BESIDE = "beside A/A"  # of a run with an arm that repeats the baseline's policy
 AGAIN = "-again"  # ends the name of the arm that repeats the baseline's policy
 MINUS = "\N{MINUS SIGN}"
 
@@ -83,6 +85,10 @@ FOOTNOTE = (
     "both paired by item. Detectable: the accuracy change that so many flips among so many items show with 80 % power; "
     "none: with so few flips, no change could be."
 )
+WITHIN = (
+    " Beside A/A: within: the change lies inside the 95 % interval of the baseline's policy against itself, so no "
+    "policy need have made it."
+)
 UNARMED = (
     " Unarmed: the engine without its adapter, steps as it counts them itself; one that counts the step in flight at "
     "the end of a request gives at least the tokens per step shown."
@@ -110,6 +116,8 @@ def arm_cells(record: Record, arm: str) -> dict[str, str]:
         PER_GPU: number(found["tps_per_gpu"]["value"], 1) if found["tps_per_gpu"] else NO_GPU,
         "TPS change": tps[0],
         "TPS change, 95 %": tps[1],
+        BY_SERVER: by_server(differ.get("tps_by_server"), base),
+        BESIDE: beside(record, arm),
         TRIPLETS: triplets(found.get("triplets"), base),
         "wall per item, s": SHARED if shared else number(found["wall_per_item"]["value"], 3),
         "wall change": wall[0],
@@ -132,6 +140,27 @@ def arm_cells(record: Record, arm: str) -> dict[str, str]:
         "verdict": verdict(record, arm),
     }
     return values | (dict.fromkeys(ACCURACY, WIDTH) if follows_load(record) else {})
+
+
+def by_server(found: Sequence[Mapping[str, Any]] | None, base: bool = False) -> str:
+    """`-0.4 %; -1.6 %`: of each server's own items."""
+    return "; ".join(map(change, found)) if found else "baseline" if base else NOT_RUN
+
+
+def beside(record: Record, arm: str) -> str:
+    """Whether a change of speed lies inside the interval that the baseline's policy shows against itself."""
+    if arm == record.summary["baseline"]:
+        return "baseline"
+    arms = record.summary["arms"]
+    repeat = next((name for name in arms if name.endswith(AGAIN)), None)
+    if repeat is None:
+        return NOT_RUN
+    own, same = ((arms[name].get("change") or {}).get("tps") for name in (arm, repeat))
+    if arm == repeat:
+        return "A/A itself"
+    if not own or not same or None in (own["value"], same["low"], same["high"]):
+        return UNKNOWN
+    return "within" if same["low"] <= own["value"] <= same["high"] else "beyond"
 
 
 def triplets(found: Mapping[str, Any] | None, base: bool) -> str:
@@ -194,18 +223,40 @@ def bench_table(record: Record) -> tuple[list[str], list[list[str]]]:
     arms = {arm: arm_cells(record, arm) for arm in record.arms}
     metrics = next(iter(arms.values()))
     rows = [[metric, *(cells[metric] for cells in arms.values())] for metric in metrics]
-    absent = {PER_GPU: {NO_GPU}, TRIPLETS: {NOT_RUN, "baseline"}}
+    absent = {PER_GPU: {NO_GPU}, **{name: {NOT_RUN, "baseline"} for name in (TRIPLETS, BY_SERVER, BESIDE)}}
     return ["metric", *arms], [row for row in rows if not set(row[1:]) <= absent.get(row[0], set())]
 
 
-def footnote(rows: Sequence[Sequence[str]], arms: Sequence[str] = ()) -> str:
-    """What the metrics of a table are."""
+def footnote(rows: Sequence[Sequence[str]], arms: Sequence[str] = (), record: Record | None = None) -> str:
+    """What the metrics of a table are; record: and what its servers make of them."""
     names = {row[0] for row in rows}
     return (
         (BLOCKS if TRIPLETS in names else ALONE)
         + FOOTNOTE
         + (" Per GPU: over the GPUs of one replica." if PER_GPU in names else "")
+        + (WITHIN if BESIDE in names else "")
         + (UNARMED if "unarmed" in arms else "")
+        + (f" {note}" if record is not None and (note := servers(record)) else "")
+    )
+
+
+def servers(record: Record) -> str:
+    """What a reader must know of the servers behind the intervals of speed; empty where one answers all arms."""
+    groups, count = record.workload.get("servers") or [], record.workload.get("replicas", 1)
+    if count > 1:
+        return (
+            f"Each arm is answered by {count} servers in turn, item by item. Intervals of speed resample servers, then "
+            "their items; of so few servers they are rough, so each one's own change stands beside."
+        )
+    if len(groups) < 2:
+        return ""
+    baseline = record.summary["baseline"]
+    first = next(group for group in groups if baseline in group)
+    other = sorted(name for group in groups for name in group if name.endswith(AGAIN) and name not in first)
+    seen = f"{other[0]}, a second server of the baseline, shows once what that makes" if other else "no A/A shows it"
+    return (
+        "Arms on servers of their own: the interval over items does not hold what one server process differs from the "
+        f"next; {seen}."
     )
 
 

@@ -99,7 +99,7 @@ def report(record: Record, folder: Path) -> None:
     else:
         columns, rows = bench_table(record)
         print_parts(columns, rows, title(record))
-        print(fill(footnote(rows, list(record.arms)), 80))
+        print(fill(footnote(rows, list(record.arms), record), 80))
     assert record.verdict is not None
     print(f"verdict: {record.verdict.outcome}" + "".join(f"\n  {reason}" for reason in record.verdict.reasons))
     print(f"record:  {os.path.relpath(folder)}")

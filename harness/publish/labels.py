@@ -105,6 +105,7 @@ def title(record: Record) -> str:
     foreign = ", adapter differs from this checkout" if launched.get("foreign_adapter") else ""
     where = f" (attached server{foreign})" if launched.get("attached") else ""
     where = f" (docker{replicas})" if launched.get("kind") == "docker" else where
+    where = f" ({launched['replicas']} servers an arm)" if launched.get("kind") == "process" and replicas else where
     more = "".join(f", {name}" for name in unusual(record))
     return f"{model(record)} on {config['engine']['name']}{where}, {traffic(record)}{more}"
 

@@ -210,12 +210,16 @@ def groups(shown: Sequence[Shown]) -> list[dict[str, Any]]:
             "title": labels.title(each.record),
             "engine": each.record.identity.config["engine"]["name"],
             "model": labels.model(each.record),
-            "facts": f"{labels.machine(each.record)}; {labels.workload(each.record)}",
+            "facts": "; ".join(filter(None, _facts(each.record))),
             "warnings": sections.warnings(each),
             "rows": [row(each.record, arm, scales) for arm in each.record.arms],
         }
         for each in shown
     ]
+
+
+def _facts(record: Record) -> tuple[str, ...]:
+    return labels.machine(record), labels.workload(record), cells.servers(record)
 
 
 def row(record: Record, arm: str, scales: Sequence[float]) -> dict[str, Any]:
@@ -240,7 +244,15 @@ def row(record: Record, arm: str, scales: Sequence[float]) -> dict[str, Any]:
                 values,
                 "TPS change",
                 marks[0],
-                [kept.replace(" within", " triplets within") for kept in [values[cells.TRIPLETS]] if kept[0].isdigit()],
+                [
+                    *(
+                        f"{kept.replace(' within', ' triplets within')}"
+                        for kept in [values[cells.TRIPLETS]]
+                        if kept[0].isdigit()
+                    ),
+                    *(f"by server: {own}" for own in [values[cells.BY_SERVER]] if ";" in own),
+                    *(f"{word} A/A" for word in [values[cells.BESIDE]] if word in ("within", "beyond")),
+                ],
             ),
             _pair(values, "wall change"),
             _pair(values, "length change"),

@@ -122,7 +122,7 @@ def _bench(shown: Shown) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
         "histogram": sections.histogram(record),
-        "footnote": footnote(rows, list(record.arms)),
+        "footnote": footnote(rows, list(record.arms), record),
         "facts": [
             f"Policies: {policies}.",
             f"Model: {models(record)}.",

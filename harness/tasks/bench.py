@@ -3,7 +3,9 @@
 One request at a time, arms alternate item by item, and their order rotates with the item, so that no arm always follows
 the same one and a machine that slows down slows all of them. Requests that share steps cannot be told apart in time:
 above concurrency 1 arms alternate in short blocks (schedule.py). Arms with servers of their own alternate all the same
-where those are up together; only one is asked at a time. Else the servers run one after another.
+where those are up together; only one is asked at a time. Else the servers run one after another. Several servers of an
+arm (launch.replicas) take its items in turn: containers on GPUs of their own side by side, processes on the same ones
+one after another.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def workload(config: Config, turns: Sequence[Sequence[Sequence[Plan]]], count: i
         order = "arms rotate by item" if len(turns) == 1 else "one server per arm"
     servers = [[arm.name for arm in group] for groups in turns for group in groups]
     fixed = {} if config.task.fixed_tokens is None else {"fixed_tokens": config.task.fixed_tokens}
-    return {"concurrency": count, "order": order, "parsers": PARSER_VERSION, "servers": servers} | fixed
+    replicas = {} if (config.launch.replicas or 1) == 1 else {"replicas": config.launch.replicas}
+    return {"concurrency": count, "order": order, "parsers": PARSER_VERSION, "servers": servers} | fixed | replicas
 
 
 def block_size(config: Config, count: int) -> int:
@@ -97,11 +100,12 @@ def _warm(this: Session, arm: Plan, replica: EngineClient, item: Item) -> None:
 
 
 def measure(this: Session, arms: Sequence[Plan]) -> None:
-    """Item i on replica i modulo their number, the replicas side by side, each one request at a time.
+    """Item i on replica i modulo their number, each one request at a time; containers go on side by side.
 
-    A unit of work is an item in all its arms; of several replicas, which go on together, some items of each.
+    A unit of work is an item in all its arms; of several replicas that go on together, some items of each.
     """
     items, count = this.traffic.items, len(this.servers.lanes(arms[0].name))
+    beside = 1 if this.config.launch.name == "process" else count
     with Bars([arm.name for arm in arms], len(items)) as bars:
 
         def serve(orders: range) -> None:
@@ -115,11 +119,11 @@ def measure(this: Session, arms: Sequence[Plan]) -> None:
                         bars.add(row)
 
         bars.add_kept(this.run.rows)
-        size = 1 if count == 1 else WAVE * count
+        size = 1 if beside == 1 else WAVE * beside
         for start in range(0, len(items), size):
             end = min(start + size, len(items))
             if this.todo(arms, items[start:end]):
-                drive(serve, [range(start + lane, end, count) for lane in range(count)], count)
+                drive(serve, [range(start + lane, end, beside) for lane in range(beside)], beside)
                 this.unit()
 
 

@@ -5,12 +5,10 @@ Each must stay the server and the adapter that it was when the run began; an una
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from adapters.telemetry import file_hashes
@@ -18,6 +16,7 @@ from harness.config import Config
 from harness.engines.base import EngineClient, EngineError, Server, Snapshot
 from harness.launch import LaunchError, RunningEngine, launch_all
 from harness.launch.attach import reported
+from harness.launch.process import join
 from harness.launch.shards import lanes, merge
 from harness.publish.labels import model
 from harness.records import Run
@@ -88,7 +87,8 @@ def total(counters: Counters, key: str) -> dict[str, Any] | None:
 def serve(config: Config, run: Run, groups: Sequence[Sequence[Plan]]) -> Iterator[Serving]:
     """A server per group of arms, all up at once: proven, recorded, and down again whatever happens."""
     named = "; ".join(", ".join(arm.name for arm in group) for group in groups)
-    several = f"{len(groups)} servers ({named})" if len(groups) > 1 else named
+    count = len(groups) * (config.launch.replicas or 1)
+    several = f"{count} servers ({named})" if count > 1 else named
     print(f"specaccept: {model(run.record)} on {config.engine.name}: starting, {several}", file=sys.stderr)
     logs = [run.log] if len(groups) == 1 else [run.log.with_name(f"engine-{group[0].name}.log") for group in groups]
     try:
@@ -98,16 +98,7 @@ def serve(config: Config, run: Run, groups: Sequence[Sequence[Plan]]) -> Iterato
             yield Serving(engines, {arm.name: place for place, group in enumerate(groups) for arm in group})
     finally:
         if len(groups) > 1:
-            _join(run.log, logs)
-
-
-def _join(log: Path, parts: Sequence[Path]) -> None:
-    """One log of a run, server by server."""
-    with log.open("ab") as stream:
-        for part in parts:
-            with contextlib.suppress(FileNotFoundError):
-                stream.write(f"== {part.name}\n".encode() + part.read_bytes())
-                part.unlink()
+            join(run.log, logs)
 
 
 def observe(config: Config, run: Run, engine: RunningEngine, group: Sequence[Plan]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -96,19 +96,28 @@ def _judge(
 
 @dataclass(frozen=True)
 class Clock:
-    """What a run's times are of. timed: false: of nothing. walls: of blocks; None: of requests, one at a time."""
+    """What a run's times are of. timed: false: of nothing. walls: of blocks; None: of requests, one at a time.
+
+    servers: of each arm, which share its items.
+    """
 
     baseline: str
     timed: bool
     gpus: int
     max_drift: float
     walls: list[Timed] | None
+    servers: int = 1
 
     @classmethod
     def of(cls, record: Record, rows: Sequence[Row]) -> Clock:
         drift = record.identity.config.get("verdict", {}).get("drift", stats.MAX_DRIFT)
         found = blocks.timed(rows) if blocks.in_blocks(rows) else None
-        return cls(next(iter(record.arms), ""), record.task == "bench", gpus_per_server(record), drift, found)
+        first, servers = next(iter(record.arms), ""), record.workload.get("replicas", 1)
+        return cls(first, record.task == "bench", gpus_per_server(record), drift, found, servers)
+
+    def grouped(self, rows: Sequence[Row]) -> dict[str, list[int]]:
+        """For an interval: the server of each row, where there are several."""
+        return {"servers": [row.replica for row in rows]} if self.servers > 1 else {}
 
     def triplets(self, arm: str) -> list[tuple[Timed, Timed, Timed]]:
         return blocks.triplets(self.walls or [], self.baseline, arm)
@@ -169,11 +178,12 @@ def _times(name: str, rows: Sequence[Row], tokens: Sequence[int], clock: Clock) 
             "latency_per_item": stats.ratio(walls, [1] * len(walls), clusters=[row.item for row in rows]),
             "blocks": sum(block.arm == name for block in clock.walls),
         }
+    own = clock.grouped(rows)
     return {
         "wall_s": math.fsum(walls),
-        "tps": stats.ratio(tokens, walls),
-        "tps_per_gpu": stats.ratio(tokens, [wall * clock.gpus for wall in walls]) if clock.gpus else None,
-        "wall_per_item": stats.ratio(walls, [1] * len(walls)),
+        "tps": stats.ratio(tokens, walls, **own),
+        "tps_per_gpu": stats.ratio(tokens, [wall * clock.gpus for wall in walls], **own) if clock.gpus else None,
+        "wall_per_item": stats.ratio(walls, [1] * len(walls), **own),
     }
 
 
@@ -188,10 +198,12 @@ def _change(record: Record, base: Sequence[Row], candidate: Sequence[Row], name:
     tokens, walls = _columns(pairs)
     accuracy = _accuracy(base, candidate)
     loops = [sum(stats.find_loop(row.output_ids) is not None for row in side) for side in zip(*pairs, strict=True)]
-    found = {
+    found: dict[str, Any] = {
         "items": len(pairs),
         "tps": _tps_change(clock, pairs, name) if clock.timed else None,
-        "wall_per_item": stats.change(walls[0], walls[1]) if clock.timed and clock.walls is None else None,
+        "wall_per_item": stats.change(walls[0], walls[1], **clock.grouped([base for base, _ in pairs]))
+        if clock.timed and clock.walls is None
+        else None,
         "tokens_per_item": stats.change(tokens[0], tokens[1]),
         "accuracy": asdict(accuracy),
         "outputs_changed": sum(a.output_ids != b.output_ids for a, b in pairs),
@@ -201,6 +213,9 @@ def _change(record: Record, base: Sequence[Row], candidate: Sequence[Row], name:
     }
     if clock.timed and clock.walls is not None:
         found["block_wall"] = blocks.wall_change(clock.triplets(name), clock.gain(name))
+    if clock.timed and clock.servers > 1:
+        by_server = [[pair for pair in pairs if pair[0].replica == server] for server in range(clock.servers)]
+        found["tps_by_server"] = [_tps_change(replace(clock, servers=1), own, name) for own in by_server]
     return found
 
 
@@ -214,7 +229,8 @@ def _tps_change(
     if clock.walls is not None:
         return clock.gain(name, confidence).gain
     tokens, walls = _columns(pairs)
-    return stats.throughput_change(tokens[0], walls[0], tokens[1], walls[1], confidence=confidence)
+    own = clock.grouped([base for base, _ in pairs])
+    return stats.throughput_change(tokens[0], walls[0], tokens[1], walls[1], confidence=confidence, **own)
 
 
 def _length_change(pairs: Sequence[tuple[Row, Row]], confidence: float) -> stats.Estimate:

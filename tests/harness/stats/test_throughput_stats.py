@@ -53,6 +53,54 @@ def test_seed_decides_the_draws():
     assert stats.throughput_change(*columns).low != stats.throughput_change(*columns, seed=1).low
 
 
+def served(rng, servers, items, spread):
+    """Arms whose candidate has a speed of its own on every server, and the label of each item's server."""
+    labels = np.arange(servers * items) % servers
+    factors = rng.lognormal(0, spread, servers)[labels]
+    base, walls, changed, seconds = arms(rng, servers * items)
+    return (base, walls, changed, seconds / factors), list(labels)
+
+
+def test_an_interval_over_items_misses_what_servers_make_and_one_over_servers_does_not():
+    rng = np.random.default_rng(6)
+    hits = {"items": 0, "servers": 0}
+    for _ in range(60):
+        columns, labels = served(rng, 5, 40, 0.1)
+        for name, more in (("items", {}), ("servers", {"servers": labels})):
+            found = stats.throughput_change(*columns, resamples=400, **more)
+            hits[name] += found.low <= 0 <= found.high
+    assert hits["items"] < 40
+    assert hits["servers"] > 48
+
+
+def test_the_variance_between_servers_is_that_of_their_mean():
+    """Equal items, so that only servers differ: that of a mean of five values, by the textbook."""
+    gains = np.array([0.99, 1.0, 1.02, 1.03, 0.97])
+    labels = list(range(5)) * 30
+    rates = gains[labels]
+    found = stats.ratio(rates, np.ones(150), servers=labels, resamples=20_000)
+    expected = 2 * 1.96 * gains.std(ddof=1) / math.sqrt(5)
+    assert found.high - found.low == pytest.approx(expected, rel=0.1)
+    assert found.method.startswith("bootstrap over 5 servers and their items")
+
+
+def test_of_two_servers_the_interval_holds_what_either_shows():
+    columns, labels = served(np.random.default_rng(7), 2, 60, 0.05)
+    both = stats.throughput_change(*columns, servers=labels)
+    for server in (0, 1):
+        own = [label == server for label in labels]
+        alone = stats.throughput_change(*(column[own] for column in columns))
+        assert both.low < alone.value < both.high
+    assert both.value == stats.throughput_change(*columns).value
+
+
+def test_one_server_is_items_alone_and_labels_are_one_per_row():
+    columns = arms(np.random.default_rng(8), 30)
+    assert stats.throughput_change(*columns, servers=[0] * 30) == stats.throughput_change(*columns)
+    with pytest.raises(ValueError, match="servers: expected 30 labels, one per row, found 29"):
+        stats.throughput_change(*columns, servers=[0, 1] * 14 + [0])
+
+
 def test_bootstrap_covers_the_true_gain():
     rng = np.random.default_rng(4)
     hits = 0

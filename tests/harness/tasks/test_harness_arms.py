@@ -2,6 +2,8 @@
 
 import pytest
 
+from harness.config import ConfigError, load
+from harness.publish import cells, labels
 from harness.records.read import read_all
 from harness.tasks.tables_check import recomputed
 
@@ -66,6 +68,47 @@ def test_servers_side_by_side_and_one_without_the_adapter(runs):
     assert (run.folder / "engine.log").read_text().count("ready on") == 2
     assert not list(run.folder.glob("engine-*.log"))
     assert run.record.gates["identity"]["mismatches"] == run.record.gates["identities"]["strict"]["mismatches"] == 0
+
+
+def test_two_servers_an_arm_take_the_items_in_turn(runs):
+    _, run, err = runs(*BESIDE, "arms=[unarmed,strict,asd]", "task.aa=true", "launch.replicas=2", "limit=6")
+    assert sound(run)
+    assert "6 servers (unarmed; strict, asd; unarmed-again)" in err
+    assert [(row.order, row.replica) for row in run.rows] == [(n, n % 2) for n in range(6) for _ in range(4)]
+    assert [share["requests"] for share in run.record.launch["shards"]["strict"]] == [3, 3]
+    assert (run.folder / "engine.log").read_text().count("ready on") == 6
+    assert not list(run.folder.glob("engine-*.log"))
+    found = run.record.summary["arms"]["strict"]["change"]
+    assert [each["n"] for each in found["tps_by_server"]] == [3, 3]
+    assert found["tps"]["method"].startswith("bootstrap over 2 servers")
+    assert found["tokens_per_item"]["method"].startswith("BCa")  # no server changes an answer
+    assert "(2 servers an arm)" in labels.title(run.record)
+    columns, rows = cells.bench_table(run.record)
+    told = {row[0]: row[1:] for row in rows}
+    assert told["TPS change, by server"][0] == told["beside A/A"][0] == "baseline"
+    assert all(cell.count("%") == 2 for cell in told["TPS change, by server"][1:])
+    assert told["beside A/A"][3] == "A/A itself"
+    assert "answered by 2 servers in turn" in cells.footnote(rows, columns, run.record)
+
+
+@pytest.mark.parametrize("fault", ["overcount", "frozen"])
+def test_counters_of_each_server_are_held_against_its_own_answers(runs, fault):
+    status, run, _ = runs("launch.replicas=2", "arms=[strict,asd]", "limit=2", fault=fault, after=3)
+    assert status == 1
+    assert any("replica 1" in reason for reason in run.record.verdict.reasons)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["task.concurrency=2"], "launch.replicas: with launch=process expected task.concurrency=1, found 2"),
+        (["task=gate"], "launch.replicas: with launch=process of a bench, found task=gate"),
+        (["launch=attach", "url=http://127.0.0.1:1"], "launch.replicas: .* found it with launch=attach"),
+    ],
+)
+def test_servers_in_turn_are_of_a_bench_with_one_request_at_a_time(overrides, more, words):
+    with pytest.raises(ConfigError, match=words):
+        load([*overrides, "launch.replicas=2", *more])
 
 
 def test_servers_one_after_another_end_with_the_baseline(runs):
