@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adapters.policy import Policy
 from adapters.rules.asd import AsdConfig, Params, Report, as_params, naive
-from adapters.rules.common import use_kernel
+from adapters.rules.common import RuleError, use_kernel
+
+if TYPE_CHECKING:
+    from adapters.lightllm import kernel
+
+MANY = 256  # shapes that are remembered at most
 
 
 @dataclass
@@ -27,26 +32,33 @@ class Ledger:
     policy: Policy
     spent: Tensor
     params: Params
+    said: dict[str, list[float]]  # gate and budget of each slot as the host last wrote them: what stays is not written
 
     @classmethod
     def empty(cls, policy: Policy, slots: int, device: torch.device) -> Ledger:
         """Every slot closed."""
         params = as_params(AsdConfig.from_policy(policy), slots, device)
         params.budget.zero_()
-        return cls(policy, torch.zeros(slots, dtype=torch.float32, device=device), params)
+        said = {"budget": [0.0] * slots, "gate": [policy.gate] * slots}
+        return cls(policy, torch.zeros(slots, dtype=torch.float32, device=device), params, said)
 
     def enter(self, slot: int, temperature: float) -> None:
         """A request that was never judged before owns the slot: nothing of the last owner is left."""
         self.spent[slot] = 0.0
-        self.params.gate[slot] = self.policy.gate / temperature
-        self.params.budget[slot] = 0.0
+        self._write("gate", slot, self.policy.gate / temperature)
+        self._write("budget", slot, 0.0)
 
     def open(self, slot: int, temperature: float) -> None:
         """The slot's columns hold a proposal of a greedy request."""
-        self.params.budget[slot] = self.policy.budget / temperature
+        self._write("budget", slot, self.policy.budget / temperature)
 
     def close(self, slot: int) -> None:
-        self.params.budget[slot] = 0.0
+        self._write("budget", slot, 0.0)
+
+    def _write(self, name: str, slot: int, value: float) -> None:
+        if self.said[name][slot] != value:
+            self.said[name][slot] = value
+            getattr(self.params, name)[slot] = value
 
 
 class Verdict(NamedTuple):
@@ -142,3 +154,51 @@ def commit(verdict: Verdict, ids: Tensor, logprobs: Tensor, logits: Tensor) -> T
     logprobs.copy_(torch.where(relaxed, logprobs - gap, logprobs))
     ids.copy_(verdict.ids)
     return torch.where(relaxed, gap, -1.0)
+
+
+class Workspace:
+    """What one thread's verify calls are decided in, again and again: buffers, and arguments that stay.
+
+    A thread's steps follow each other on one stream, so the buffers of a step are free when its next one is launched.
+    The two tensors that the engine keeps (accept_len, accepted) are new ones in every step.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.known: dict[tuple[int, ...], kernel.Prepared] = {}
+
+    def decide(
+        self,
+        table: Tensor,
+        starts: Tensor,
+        ids: Tensor,
+        rows_slot: Tensor,
+        logits: Tensor,
+        logprobs: Tensor,
+        width: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """judge and commit of one verify call: ids [R] and logprobs [R] are edited in place.
+
+        -> accept_len [N] and accepted [R] as the engine's kernel says them, and for the host [R + N] float32: the
+        regret of relaxed rows (-1 elsewhere), then the reason why each request stopped, until this thread's next call.
+        Raises RuleError for tensors that the kernels would misread.
+        """
+        N, R = starts.shape[0], ids.shape[0]
+        if not use_kernel(logits):
+            verdict = judge(table, starts, ids, rows_slot, logits, self.ledger, width)
+            regret = commit(verdict, ids, logprobs, logits)
+            return verdict.accept_len, verdict.accepted, torch.cat([regret, verdict.stop.float()])
+        from adapters.lightllm import kernel
+
+        if not (ids.is_contiguous() and logprobs.is_contiguous() and logits.stride(1) == 1):
+            raise RuleError("ids, logprobs, logits: expected contiguous rows, found strides between their elements")
+        key = (N, R, width, table.data_ptr(), logits.stride(0), logits.shape[1], ids.element_size())
+        found = self.known.get(key)
+        if found is None:
+            if len(self.known) >= MANY:
+                self.known.clear()
+            found = self.known[key] = kernel.prepare(table, starts, ids, logits, self.ledger, width)
+        slots = rows_slot.index_select(0, starts)
+        accept_len = torch.empty(N, dtype=torch.int32, device=ids.device)
+        accepted = torch.empty(R, dtype=torch.int32, device=ids.device)
+        return accept_len, accepted, kernel.run(found, starts, ids, slots, logits, logprobs, accept_len, accepted)

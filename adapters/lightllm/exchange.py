@@ -1,10 +1,10 @@
 """How a harness reads the counters of a LightLLM server, which has no endpoint to put them behind: files in a folder.
 
-SPECACCEPT_TELEMETRY_DIR names the folder. A reader writes a token into the pipe `ask-N` of every rank, and rank N answers
-with `rank-N.json`: its snapshot and the token, replaced atomically. Between two questions the thread that answers
-sleeps in the kernel: an engine that nobody asks pays nothing for it. The counters are host numbers, so answering never
-touches the device. The token, not a clock, proves that an answer is newer than the question. Both ends are processes of
-one kernel; a container's bind mount may lie between them.
+SPECACCEPT_TELEMETRY_DIR names the folder. A reader writes a token into the pipe `ask-N` of every rank, and rank N
+answers with `rank-N.json`: its snapshot and the token, replaced atomically. Between two questions the thread that
+answers sleeps in the kernel: an engine that nobody asks pays nothing for it. The counters are host numbers, so
+answering never touches the device. The token, not a clock, proves that an answer is newer than the question. Both ends
+are processes of one kernel; a container's bind mount may lie between them.
 
 A request that carries a seed (which greedy decoding ignores) leaves one line in `finished-N.jsonl` when it ends, under
 that seed as its tag: what the policy did for this request, written behind its answer.

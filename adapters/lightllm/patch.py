@@ -50,8 +50,9 @@ class Sampled:
 class Local(threading.local):
     sampled: Sampled | None = None
     step: Step | None = None
-    copies: tuple[Tensor, Tensor] | None = None  # pinned regret and stop of this step
-    pinned: tuple[Tensor, Tensor] | None = None
+    copy: Tensor | None = None  # pinned regret and stop of this step
+    pinned: Tensor | None = None
+    workspace: accept.Workspace | None = None
 
 
 class Engine:
@@ -82,7 +83,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor]:
         """(accept_len [N], accepted_index [R]) of a verify call; relaxed ids and log-probabilities edited in place."""
         local = self.local
-        sampled, local.sampled, local.step, local.copies = local.sampled, None, None, None
+        sampled, local.sampled, local.step, local.copy = local.sampled, None, None, None
         if self.lost or sampled is None or sampled.ids is not ids or len(sampled.requests) != ids.shape[0]:
             self._lose(LOST)
             return strict(table, starts, ids, slots)
@@ -115,14 +116,17 @@ class Engine:
         if self.policy_is_strict or not self._prepare(step, table):
             return own()
         assert self.ledger is not None
-        verdict = accept.judge(table, starts, ids, slots, sampled.logits, self.ledger, max(step.rows) - 1)
-        regret = accept.commit(verdict, ids, sampled.logprobs, sampled.logits)
+        if local.workspace is None:
+            local.workspace = accept.Workspace(self.ledger)
+        accept_len, accepted, told = local.workspace.decide(
+            table, starts, ids, slots, sampled.logits, sampled.logprobs, max(step.rows) - 1
+        )
         if sampled.rank is not None and sampled.ranks is not None:
             sampled.ranks.copy_(sampled.rank(sampled.logits, ids))
         if sampled.host is not None:
             self._copy_again(sampled)
-        local.copies = self._to_host(regret, verdict.stop)
-        return verdict.accept_len, verdict.accepted
+        local.copy = self._to_host(told)
+        return accept_len, accepted
 
     def _lose(self, reason: str, detail: str = "") -> None:
         """What is decided or counted here can no longer be vouched for: strict from here on, and not armed."""
@@ -179,19 +183,12 @@ class Engine:
         if sampled.ranks is not None and sampled.rank is not None:
             ranks.copy_(sampled.ranks.view(ranks.shape), non_blocking=True)
 
-    def _to_host(self, regret: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    def _to_host(self, told: Tensor) -> Tensor:
         """Queue the step's detail into this thread's pinned memory: read after the engine waited for the step."""
-        local, rows, requests = self.local, regret.shape[0], stop.shape[0]
-        if local.pinned is None or local.pinned[0].shape[0] < rows or local.pinned[1].shape[0] < requests:
-            size, pin = max(2048, 2 * rows), regret.is_cuda
-            local.pinned = (
-                torch.empty(size, dtype=torch.float32, pin_memory=pin),
-                torch.empty(size, dtype=torch.int8, pin_memory=pin),
-            )
-        copies = local.pinned[0][:rows], local.pinned[1][:requests]
-        copies[0].copy_(regret, non_blocking=True)
-        copies[1].copy_(stop, non_blocking=True)
-        return copies
+        local, count = self.local, told.shape[0]
+        if local.pinned is None or local.pinned.shape[0] < count:
+            local.pinned = torch.empty(max(2048, 2 * count), dtype=torch.float32, pin_memory=told.is_cuda)
+        return local.pinned[:count].copy_(told, non_blocking=True)
 
     def proposed(self, drafts: int) -> None:
         """The step's requests got `drafts` new draft columns."""
@@ -203,9 +200,10 @@ class Engine:
     def take_step(self) -> Step | None:
         """This thread's step, its detail read. Called once the step's copies are on the host."""
         local = self.local
-        step, copies, local.step, local.copies = local.step, local.copies, None, None
-        if step is not None and copies is not None:
-            step.regret, step.stop = copies[0].tolist(), copies[1].tolist()
+        step, copy, local.step, local.copy = local.step, local.copy, None, None
+        if step is not None and copy is not None:
+            told, requests = copy.tolist(), len(step.requests)
+            step.regret, step.stop = told[:-requests], told[-requests:]
         return step
 
     def snapshot(self) -> dict[str, Any]:

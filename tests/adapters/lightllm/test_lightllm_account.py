@@ -107,7 +107,7 @@ def by_hand(requests, relaxing: bool):
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=4), st.booleans())
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=60)
 def test_steps_are_counted_as_by_hand_however_often_somebody_asks(requests, relaxing):
     how = "relaxing" if relaxing else "strict"
     counters, records = play(requests, how, False)
@@ -131,7 +131,7 @@ def test_steps_are_counted_as_by_hand_however_often_somebody_asks(requests, rela
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=4), st.booleans())
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=60)
 def test_the_engine_s_own_totals_say_the_same(requests, asked):
     """Blocks, tokens and requests as the hooks count them; nothing live in the first step of a request, whose columns
     no step before it has drafted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 
@@ -12,7 +13,7 @@ import torch
 
 from adapters.lightllm import accept
 from adapters.policy import Policy
-from adapters.rules.common import interpreted
+from adapters.rules.common import RuleError, interpreted
 
 f32 = np.float32
 BATCHES = {"double": 2_000, "real": 20_000}  # ragged batches judged by both
@@ -193,6 +194,44 @@ def test_the_rule_on_ragged_rows(policy):
         np.testing.assert_allclose(engine_logprobs.numpy(), full.numpy(), atol=1e-5)
         relaxed += sum(r >= 0 for r in want[3])
     assert (relaxed > 20) == (policy.max_mismatches != 0)
+
+
+@pytest.mark.parametrize("policy", [Policy("asd", 3.0), Policy("asd", 8.0, 0.25, 2)], ids=lambda p: p.key)
+def test_a_workspace_decides_again_and_again(policy):
+    """One ledger through many calls of few shapes: buffers are used again, the engine's two tensors never are."""
+    rng = np.random.default_rng(5)
+    ledger = accept.Ledger.empty(policy, 6, torch.device("cpu"))
+    workspace, spent, kept, relaxed = accept.Workspace(ledger), np.zeros(6, dtype=f32), [], 0
+    table = torch.empty(6, rig.W, dtype=torch.int64)
+    calls = 0
+    while calls < (40 if interpreted() else 200):
+        columns, starts, ids, slots, z, width = batch(rng)
+        if width == 0:
+            continue
+        calls += 1
+        table[: len(columns)] = columns
+        for slot in range(6):
+            if rng.random() < 0.2:
+                ledger.enter(slot, 1.0)
+                ledger.open(slot, 1.0)
+                spent[slot] = 0
+        is_open = (ledger.params.budget > 0).tolist()
+        logprobs = torch.log_softmax(z, -1).gather(1, ids.long()[:, None]).view(-1)
+        want = by_hand(policy, table, starts, ids, slots, z, spent, is_open)
+        accept_len, accepted, told = workspace.decide(table, starts, ids, slots, z, logprobs, width)
+        kept.append((accept_len, want[0], accepted, want[1]))
+        assert ids.tolist() == want[2]
+        assert told[: len(ids)].tolist() == want[3]
+        assert told.shape[0] == len(ids) + len(starts)
+        np.testing.assert_array_equal(ledger.spent.numpy(), spent)
+        full = torch.log_softmax(z, -1).gather(1, ids.long()[:, None]).view(-1)
+        np.testing.assert_allclose(logprobs.numpy(), full.numpy(), atol=1e-5)
+        relaxed += sum(r >= 0 for r in want[3])
+    for accept_len, lengths, accepted, rows in kept:
+        assert (accept_len.tolist(), accepted.tolist()) == (lengths, rows)
+    assert relaxed > 20
+    with pytest.raises(RuleError, match="expected contiguous rows") if interpreted() else contextlib.nullcontext():
+        workspace.decide(table, starts, ids, slots, z, logprobs.repeat(2)[::2], width)
 
 
 def test_a_temperature_scales_budget_and_gate_not_the_logits():
