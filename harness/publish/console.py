@@ -107,7 +107,7 @@ def report(record: Record, folder: Path) -> None:
 
 def _gate(record: Record, title: str) -> None:
     found, control = record.gates["identity"], record.gates["control"]
-    print(title)
+    print(title if "asd-b0" in record.arms else f"{title}, asd-m0")
     print(
         f"identity: {found['compared']} of {found['expected']} outputs compared ({found['tokens']:,} tokens), "
         f"{found['mismatches']} differ; mismatch rate at most {100 * found['bound']:.2g} % (95 %)"

@@ -154,6 +154,7 @@ def gate(shown: Shown) -> list[Cell]:
     gates, config = record.gates, record.identity.config
     found, control = gates.get("identity"), gates.get("control")
     base = next(iter(record.arms))
+    walked = ["asd-m0: every block walked"] if "asd-m0" in record.arms else []
     compared: list[Cell] = ["not compared"] * 4
     if found:
         compared = [
@@ -165,7 +166,7 @@ def gate(shown: Shown) -> list[Cell]:
     return [
         model(record),
         config["engine"]["name"] + ("" if base == "strict" else f", against {base}"),
-        ", ".join([config["traffic"]["name"], *unusual(record), *brief(record), *_in_flight(record)]),
+        ", ".join([config["traffic"]["name"], *walked, *unusual(record), *brief(record), *_in_flight(record)]),
         *compared,
         f"{control['policy']}: {control['relaxed']} relaxed, {control['outputs_changed']}/{control['items']} changed"
         if control

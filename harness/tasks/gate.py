@@ -1,5 +1,8 @@
 """task=gate: complete token-id lists of B = 0 against strict, and a positive control that shows the gate can fail.
 
+policy=asd-m0 compares a budget that no mismatch may use in place of B = 0: an engine may answer B = 0 with its own
+match, and this one walks every block. A policy with a budget is the control; without one the model's asd is.
+
 The baseline is strict on the same server, or (task.baseline=unarmed) the engine without its adapter on one of its own.
 An engine that schedules list requests in order is asked in lists: equal token streams then make equal batches, so equal
 policies must give equal ids bit by bit. Any other engine is asked one request at a time, or task.concurrency of them.
@@ -16,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from adapters.policy import GREEDY_RULES, Policy
-from harness.config import Config, member, settle_policy
+from harness.config import Config, PolicyConfig, member, settle_policy
 from harness.drive import drive
 from harness.publish.console import Bars, report
 from harness.publish.tables import write
@@ -33,13 +36,12 @@ ALONE = 8  # items of an arm in a row, one request at a time
 
 
 def run(config: Config) -> int:
-    if config.policy.policy.rule not in GREEDY_RULES:
-        raise TaskError(f"gate: compares greedy policies, found policy={config.policy.name} (sampled): use task=bench")
+    candidate = _candidate(config.policy)
     if not config.engine.fixed_width:
         raise TaskError(f"gate: {config.engine.name}: the verified width follows the load: it has no identity arm")
     if config.task.mix_sampled and _in_lists(config):
         raise TaskError("task.mix_sampled: a list is of compared requests alone: expected task.concurrency=N")
-    groups = by_server(config, [*named(config, [config.task.baseline, "asd-b0"]), _control(config)])
+    groups = by_server(config, [*named(config, [config.task.baseline, candidate]), _control(config)])
     mixed = [_mixed(config, group[0]) for group in groups] if config.task.mix_sampled else []
     groups = [[*group, *mixed[place : place + 1]] for place, group in enumerate(groups)]
     turns = [groups] if config.launch.together else [[group] for group in groups]
@@ -66,6 +68,20 @@ def run(config: Config) -> int:
     if config.sweep is None:  # a sweep writes the tables once
         write(config.results)
     return STATUS[verdict.outcome]
+
+
+def _candidate(policy: PolicyConfig) -> str:
+    """The arm whose ids must be strict's. Raises TaskError for a policy that is neither one nor a control."""
+    if policy.name == "asd-m0" and policy.policy.is_strict:
+        return policy.name
+    budget = policy.policy.rule == "asd" and not policy.policy.is_strict and policy.name != "asd-m0"
+    if not budget and policy.name not in ("strict", "asd-b0"):
+        kind = f"{policy.policy.key}, sampled" if policy.policy.rule not in GREEDY_RULES else policy.policy.key
+        raise TaskError(
+            "gate: expected policy=asd-b0 or asd-m0 (whose ids are strict's), or an asd policy with a budget for the "
+            f"control, found policy={policy.name} ({kind}): use task=bench"
+        )
+    return "asd-b0"
 
 
 def _in_lists(config: Config) -> bool:

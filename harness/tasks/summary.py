@@ -394,9 +394,11 @@ def _identities(record: Record, arms: Mapping[str, list[Row]], gates: dict[str, 
             seconds = {name: _seconds(arms[name]) for name in (base, *wanted)}
             again = {name: identity(seconds[base], seconds[name], count) for name in wanted}
             gates["identity_repeated"] = again
-    if "asd-b0" in found:
-        gates["identity"] = found["asd-b0"]
-    if others := {name: gate for name, gate in found.items() if name != "asd-b0"}:
+    walked = record.task == "gate" and "asd-b0" not in found  # a gate of the budget that no mismatch may use
+    candidate = "asd-m0" if walked else "asd-b0"
+    if candidate in found:
+        gates["identity"] = found[candidate]
+    if others := {name: gate for name, gate in found.items() if name != candidate}:
         gates["identities"] = others
     exact = reproducible(record)
     pairs = [*found.items(), *((f"{name}, repeated", gate) for name, gate in again.items())]

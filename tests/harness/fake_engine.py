@@ -186,7 +186,7 @@ class Fake:
         )
         relaxed = 1 if asked and accepted else 0
         ids[-1] += relaxed and not self.fault("silent")
-        if policy.rule == "asd" and policy.budget == 0 and self.fault("b0"):
+        if policy.rule == "asd" and policy.is_strict and self.fault("b0"):
             ids[-1] += 1
         relaxed = 0 if self.fault("unasked") else accepted if relaxed and self.fault("greedy") else relaxed
         regret = 0.25 * bool(relaxed) + (policy.budget if relaxed and self.fault("overspent") else 0)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.publish import sections
+from harness.publish.selection import Shown
 from harness.records.read import read_all
+from harness.tasks.tables_check import recomputed
 
 HERE = Path(__file__).parents[1]
 
@@ -86,10 +89,39 @@ def test_a_policy_without_a_budget_is_controlled_by_one_with(harness, tmp_path, 
     assert run.record.arms["control"].policy["budget"] > 0
 
 
-def test_sampled_policies_have_nothing_to_compare(harness, tmp_path):
-    status, _, err = harness("task=gate", "policy=block")
+@pytest.mark.parametrize(("fault", "status"), [("none", 0), ("b0", 1), ("inert", 2)])
+def test_a_budget_that_no_mismatch_may_use_is_held_to_the_same(harness, tmp_path, fault, status):
+    found, out, err = harness("task=gate", "policy=asd-m0", fault=fault)
+    assert found == status, err
+    (run,) = read_all(tmp_path / "results")
+    assert run.problems == []
+    assert recomputed(run) == []
+    arms = run.record.arms
+    assert list(arms) == ["strict", "asd-m0", "control"]
+    assert (arms["asd-m0"].policy["budget"], arms["asd-m0"].policy["max_mismatches"]) == (2.0625, 0)
+    assert arms["asd-m0"].counters_after["blocks"] > 0
+    assert arms["control"].policy["budget"] > 0
+    assert arms["control"].policy["max_mismatches"] != 0
+    assert run.record.gates["identity"]["compared"] == 6
+    assert run.record.gates["identity"]["mismatches"] == (6 if fault == "b0" else 0)
+    assert ("asd-m0: 6 of 6 outputs differ from strict" in out) == (fault == "b0")
+    assert "asd-m0: every block walked" in str(sections.gate(Shown(run.record, 0, ())))
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        (["policy=block"], "found policy=block (block, sampled)"),
+        (["policy=relaxed-topk"], "found policy=relaxed-topk (relaxed-topk("),
+        (["policy=asd-m0", "policy.max_mismatches=1"], "found policy=asd-m0 (asd(B=2.0625"),
+        (["policy=asd-stable", "policy.max_mismatches=0"], "found policy=asd-stable (asd(B=8.0,g=0.25,m=0"),
+    ],
+)
+def test_policies_that_are_neither_held_nor_a_control_are_refused(harness, tmp_path, more, found):
+    status, _, err = harness("task=gate", *more)
     assert status == 2
-    assert "compares greedy policies" in err
+    assert "expected policy=asd-b0 or asd-m0" in err
+    assert found in err
     assert read_all(tmp_path / "results") == []
 
 
