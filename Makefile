@@ -1,5 +1,5 @@
 # Thin: every target calls `python -m harness`, which is where the behaviour and the exit status live.
-#   make bench [MODEL= POLICY= ENGINE= LAUNCH= IMAGE= URL= TRAFFIC= DATA= LIMIT= CAPTURE= OUT=] [ARGS="any Hydra override"]
+#   make bench [MODEL= POLICY= ARMS= ENGINE= LAUNCH= IMAGE= URL= TRAFFIC= DATA= LIMIT= CAPTURE= OUT=] [ARGS="any Hydra override"]
 SHELL := bash
 VENV ?= .venv
 PYTHON ?= python3
@@ -10,7 +10,9 @@ STAMP := $(VENV)/.installed
 override VARIABLES := MODEL POLICY ENGINE LAUNCH IMAGE URL TRAFFIC DATA LIMIT CAPTURE OUT
 # Values reach the shell in single quotes and unexpanded: quotes, spaces and dollars in them are text.
 quote = '$(subst ','\'',$(1))'
-OVERRIDES = $(foreach v,$(VARIABLES),$(if $(value $(v)),$(call quote,$(shell echo $(v) | tr A-Z a-z)=$(value $(v)))))
+# ARMS=strict,asd is a list of Hydra's: arms=[strict,asd], with brackets or without.
+LISTED = $(if $(value ARMS),$(call quote,arms=[$(subst ],,$(subst [,,$(value ARMS)))]))
+OVERRIDES = $(LISTED) $(foreach v,$(VARIABLES),$(if $(value $(v)),$(call quote,$(shell echo $(v) | tr A-Z a-z)=$(value $(v)))))
 HARNESS = $(BIN)/python -m harness
 
 .DEFAULT_GOAL := help
@@ -31,8 +33,8 @@ $(STAMP): requirements.lock pyproject.toml setup.py
 bench gate calibrate sweep replay tables tables-check site rejudge doctor: $(STAMP)
 	@$(HARNESS) task=$(subst -,_,$@) $(OVERRIDES) $(ARGS)
 
-bench: ## strict, asd-b0 and the policy on one engine: TPS, accuracy, identity
-gate: ## B=0 against strict, complete token-id lists; python -m harness task=gate exits 0/1/2
+bench: ## strict, asd-b0 and the policy (or ARMS=strict,asd,...) on one engine: TPS, accuracy, identity
+gate: ## B=0 (or POLICY=asd-m0) against strict, complete token-id lists; python -m harness task=gate exits 0/1/2
 calibrate: ## regret at first rejections -> a frozen quantile policy
 sweep: ## a bench per point, resumable: make sweep ARGS="policy.budget=1,2,4 policy.max_mismatches=1,2"
 replay: ## every policy on one capture: make replay CAPTURE=folder (recipes/task/replay.yaml)

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from harness.config import ROOT
+from harness.config import ROOT, load
 
 
 @pytest.fixture
@@ -35,6 +35,24 @@ def test_a_value_is_text(arguments, value):
     asked = arguments("bench", f"DATA={make}", "TRAFFIC=gsm8k", "ARGS=policy.budget=4 limit=3")
     expected = ["-m", "harness", "task=bench", "traffic=gsm8k", f"data={value}", "policy.budget=4", "limit=3"]
     assert asked in (expected, [each.replace("$", "$$") for each in expected])
+
+
+@pytest.mark.parametrize(
+    ("value", "listed"),
+    [
+        ("strict,asd-b0", "strict,asd-b0"),
+        ("[strict,asd-b0]", "strict,asd-b0"),
+        ("unarmed, strict, asd", "unarmed, strict, asd"),
+    ],
+)
+def test_arms_are_a_list(arguments, value, listed):
+    words = arguments("bench", f"ARMS={value}", "LIMIT=3", "ARGS=task.aa=true")
+    assert words == ["-m", "harness", "task=bench", f"arms=[{listed}]", "limit=3", "task.aa=true"]
+
+
+def test_a_list_that_make_passes_on_is_read_as_one(arguments):
+    (override,) = [word for word in arguments("bench", "ARMS=strict, asd-b0, asd") if word.startswith("arms")]
+    assert load([override]).arms == ["strict", "asd-b0", "asd"]
 
 
 def test_an_image_is_one_argument(arguments):
