@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ class Step:
     rejected: Tensor | None = None  # [B] float32: regret of the first draft that failed, where some row keeps them
     keeps: bool = False
     sampled: list[str | None] | None = None  # the rule of each sampled row, where some row's is not the engine's
-    logits: Tensor | None = None  # set while the engine accepts, and only then
+    accepted: bool = False  # the engine came by
+    logits: Tensor | None = None  # set while it accepts, and only then
     live: Tensor | None = None
     pending: Pending | None = None  # of the capture
 
@@ -147,8 +149,11 @@ class Adapter:
         self.ledger: Ledger | None = None
         self.step: Step | None = None
         self.capture: Capture | None = None
+        self.plain = False  # a batch whose rows are all native needs nothing of ours
+        self.inner: list[tuple[Any, str, Any, Any]] = []  # where the hooks of the accept are: `place`
         self.open: dict[State, weakref.ref] = {}  # requests that have not ended
         self.open_limit = OPEN
+        self.served: set[State] = set()  # those of them that the engine's own accept does not serve
         self.policies: dict[str, Policy] = {}  # requests share a few: by the JSON they came as
         self.refused: dict[str, str] = {}  # rule -> why this server cannot serve it
         self.caps: dict[int, SimpleNamespace] = {}
@@ -200,6 +205,8 @@ class Adapter:
                     self.book()
                     self.open_limit = max(OPEN, 2 * len(self.open))
                 self.open[state] = weakref.ref(req)
+                if not state.native:
+                    self.served.add(state)
         return req.__dict__[STATE]
 
     def _new_state(self, req: Any) -> State | None:
@@ -224,16 +231,19 @@ class Adapter:
     def forward(self, original: Callable, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Around one step of the draft worker: ledger rows before a prefill, a Step around a verify."""
         mode = batch.forward_mode
-        if mode.is_idle():
+        if not mode.is_decode():
+            if mode.is_extend() and not mode.is_idle():
+                self.prefill(batch.reqs, batch.req_pool_indices)
             return original(worker, batch, *args, **kwargs)
-        if mode.is_extend():
-            self.prefill(batch.reqs, batch.req_pool_indices)
-            return original(worker, batch, *args, **kwargs)
-        self.step = self.begin(batch.reqs, batch.req_pool_indices)
-        if self.step is None:
-            return original(worker, batch, *args, **kwargs)
+        if self.plain and (not self.served or all(map(is_native, batch.reqs))):
+            return original(worker, batch, *args, **kwargs)  # the engine's own accept, no hook of ours on its way
+        step = self.step = self.begin(batch.reqs, batch.req_pool_indices)
+        self.place(True)
         try:
             result = original(worker, batch, *args, **kwargs)
+            if not step.accepted:  # but inside a CUDA graph, say, which knows nothing of the policy
+                found = "sglang: accept_draft_tokens: expected to be called for a policy, found another accept"
+                raise Refused(found)
             if self.step.detail is not None:
                 assert self.ledger is not None
                 result.specaccept = self.ledger.copy(self.step.detail)
@@ -242,6 +252,12 @@ class Adapter:
             return result
         finally:
             self.step = None
+            self.place(False)
+
+    def place(self, hooked: bool) -> None:
+        """Put the hooks of the accept in, or the engine's own functions: they are needed in a step under policies."""
+        for owner, name, hook, own in self.inner:
+            setattr(owner, name, hook if hooked else own)
 
     def prefill(self, reqs: Sequence[Any], slots: Tensor) -> None:
         """Write the ledger rows of a prefill batch. A first chunk and a later one, a fresh request and a retracted one
@@ -264,15 +280,8 @@ class Adapter:
             asked = [own if s is None else s.policy.key for s, own in zip(states, native, strict=True)]
             self.capture.prefill(reqs, keys, asked)
 
-    def begin(self, reqs: Sequence[Any], slots: Tensor) -> Step | None:
-        """The Step of a decode batch, or None where the engine's own rules serve all of it."""
-        if self.capture is None and self.arming.verify_cap is None:
-            for req in reqs:
-                state = req.__dict__.get(STATE)
-                if state is not None and not state.native:
-                    break
-            else:
-                return None
+    def begin(self, reqs: Sequence[Any], slots: Tensor) -> Step:
+        """The Step of a decode batch."""
         states = [req.__dict__.get(STATE) for req in reqs]
         sampled = [
             (self.native_sampled if s is None else s.rule) if is_sampled(req) else None
@@ -289,12 +298,6 @@ class Adapter:
             step.pending = self.capture.begin(reqs, [rule is not None for rule in sampled])
         return step
 
-    def finalize(self, original: Callable, executor: Any, **kwargs: Any) -> Any:
-        """Around accept_and_finalize: an accept that ran inside a CUDA graph knew nothing of the policy."""
-        if kwargs["folded_accept"] and self.step is not None:
-            raise Refused("sglang: accept_and_finalize: expected an eager accept for a policy, found folded_accept")
-        return original(executor, **kwargs)
-
     def accept(self, original: Callable, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Around accept_draft_tokens: opens the step for `greedy` and `sampled`, closes it behind them."""
         step = self.step
@@ -305,6 +308,7 @@ class Adapter:
             kwargs["cutoff_layout"] = self._capped(kwargs.get("cutoff_layout"), len(step.states))
         layout = kwargs.get("cutoff_layout")
         step.logits, step.live = kwargs["target_logits"], None if layout is None else layout.verify_lens - 1
+        step.accepted = True
         try:
             out = original(**kwargs)
         finally:
@@ -518,6 +522,7 @@ class Adapter:
         for state in self.open:
             self.settle(state)
         self.open = {state: req for state, req in self.open.items() if req() is not None}
+        self.served &= self.open.keys()
 
     def stream(self, original: Callable, accumulator: Any, *, req: Any) -> None:
         """Beside the row the engine adds for a request with news: its statistics, once it has finished."""
@@ -531,6 +536,7 @@ class Adapter:
         if done:
             self.settle(state, len(req.output_ids_through_stop))  # where it ended without a verify step
             self.open.pop(state, None)
+            self.served.discard(state)
         values = accumulator.customized_info.get(CUSTOM_PARAM)
         if values is None and not done:
             return
@@ -608,6 +614,8 @@ class Adapter:
 
     def arm(self, worker: Any, server_args: Any) -> None:
         """Check the hooks where they must be, what this server can serve, and the accept itself on a toy block."""
+        self.place(True)
+        self.plain = False
         for name, path in seams.check(self.version).items():
             if name in HOOKS and not is_hooked(path, HOOKS[name]):
                 raise Refused(f"sglang {self.version}: {path}: expected the hook {HOOKS[name]}, found it missing")
@@ -636,6 +644,9 @@ class Adapter:
         if self.capture is not None:
             self.telemetry.capture = self.capture.recorder.describe()
         self.telemetry.armed = True
+        self.plain = self.capture is None and self.arming.verify_cap is None
+        self.inner = bindings(self.version, INNER)
+        self.place(False)
 
     def probe(self) -> None:
         """Drive the engine's own greedy accept: the second draft misses by 1 nat, once with budget 2, once with 0."""
@@ -681,7 +692,6 @@ HOOKS = {
     "greedy": "greedy",
     "sampled": "sampled",
     "accept": "accept",
-    "finalize": "finalize",
     "worker": "worker_start",
     "forward": "forward",
     "records": "records",
@@ -693,6 +703,34 @@ HOOKS = {
     "params": "params",
     "meta": "meta",
 }
+
+
+# Those that only a step under policies needs.
+INNER = ("accept", "greedy", "sampled")
+
+
+def bindings(version: str, names: Sequence[str]) -> list[tuple[Any, str, Any, Any]]:
+    """(owner, attribute, hook, the engine's own) of every place of a hooked function, `from X import Y` included.
+
+    A function that another plugin wraps as well stays as it is: its wrapper is not ours to take out.
+    """
+    found = []
+    for name in names:
+        owner, _, attribute = seams.expected(version)[name][0].rpartition(".")
+        holder = seams.resolve(owner)
+        hook = vars(holder)[attribute]
+        if not _is_ours(hook, HOOKS[name]):
+            continue
+        for module in [holder, *(m for m in list(sys.modules.values()) if isinstance(m, ModuleType))]:
+            places = [key for key, value in list(vars(module).items()) if value is hook]
+            found += [(module, key, hook, hook.__wrapped__) for key in places]
+    return found
+
+
+def is_native(req: Any) -> bool:
+    """Whether the engine's own accept serves the request."""
+    state = req.__dict__.get(STATE)
+    return state is None or state.native
 
 
 def is_sampled(req: Any) -> bool:
@@ -719,11 +757,15 @@ def is_hooked(path: str, method: str) -> bool:
     """Whether what stands at `path` now is a wrapper around an Adapter method of this name."""
     function = seams.resolve(path)
     while function is not None:
-        hooks = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        if any(isinstance(getattr(h, "__self__", None), Adapter) and h.__name__ == method for h in hooks):
+        if _is_ours(function, method):
             return True
         function = getattr(function, "__wrapped__", None)
     return False
+
+
+def _is_ours(function: Any, method: str) -> bool:
+    hooks = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return any(isinstance(getattr(h, "__self__", None), Adapter) and h.__name__ == method for h in hooks)
 
 
 def refusals(worker: Any, server_args: Any, version: str) -> dict[str, str]:

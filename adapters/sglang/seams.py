@@ -58,11 +58,6 @@ _TABLE: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
             "0.5.23": f"{_DRAFT} fused_argmax block_verification rejection_noise",
         },
     ),
-    "finalize": (
-        {"0.5.16": f"{_VERIFY}.TargetVerifyExecutor"},
-        "accept_and_finalize",
-        {"0.5.16": f"{_OUTS} draft_tokens", "0.5.22": f"{_OUTS} draft_tokens simulate_bonus_sampling_info"},
-    ),
     "worker": (
         {"0.5.16": _WORKER},
         "__init__",
@@ -119,6 +114,11 @@ _TABLE: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
         {"0.5.16": "self meta_info recv_obj i"},
     ),
     # Called, or relied on to lie between two hooks.
+    "finalize": (
+        {"0.5.16": f"{_VERIFY}.TargetVerifyExecutor"},
+        "accept_and_finalize",
+        {"0.5.16": f"{_OUTS} draft_tokens", "0.5.22": f"{_OUTS} draft_tokens simulate_bonus_sampling_info"},
+    ),
     "accept greedy": (
         {v: f"{m}.AcceptGreedy" for v, m in _ACCEPT.items()},
         "triton",

@@ -78,7 +78,8 @@ def adapter(armed, monkeypatch):
     armed.arming = Arming()
     armed.telemetry = Telemetry("sglang", "sglang", armed.version)
     armed.worker = armed.ledger = armed.step = armed.differences = None
-    armed.open, armed.policies = {}, {}
+    armed.open, armed.served, armed.policies, armed.plain = {}, set(), {}, False
+    armed.place(True)
     armed.refused, armed.caps, armed.native_sampled = {}, {}, "chain"
     return armed
 

@@ -124,7 +124,7 @@ def one(policy: dict | None, rows: int, steps: int) -> dict:
 
     def worker(_worker, _batch):
         kwargs = {"candidates": drafts, "target_logits": logits, "cutoff_layout": None}
-        out = adapter.finalize(lambda _e, **k: adapter.accept(accept, **kwargs), None, folded_accept=False)
+        out = adapter.accept(accept, **kwargs)
         return SimpleNamespace(outs=out, num_correct_drafts_per_req_cpu=[3] * rows, cap_lens=None)
 
     def nothing(*args):
@@ -184,10 +184,18 @@ class Mode(SimpleNamespace):
     def is_extend(self) -> bool:
         return self.extend
 
+    def is_decode(self) -> bool:
+        return not self.extend
+
+
+class Request(SimpleNamespace):
+    """Weak references reach it, as they reach the engine's."""
+
 
 def request(rid: str, custom: dict | None) -> SimpleNamespace:
     params = SimpleNamespace(top_k=1, temperature=0.0, custom_params=custom)
-    return SimpleNamespace(rid=rid, to_finish=None, sampling_params=params, output_ids=[], output_ids_through_stop=[7])
+    own = {"output_ids": [], "output_ids_through_stop": [7], "finished": lambda: False, "custom_logit_processor": None}
+    return Request(rid=rid, to_finish=None, sampling_params=params, **own)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from toggle_plugin import Toggle
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy_engine import SLOTS, ToyWorker, blocks, decode, extend, prefilled, request
+from toy_engine import SLOTS, ToyWorker, blocks, decode, extend, prefilled, request, server_args
 
 from adapters.arm import Arming, Refused
 from adapters.policy import Policy
 from adapters.rules import asd
-from adapters.sglang.adapter import Adapter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 sampling = pytest.mark.skipif(not INTERPRETED, reason="the engine's sampling kernels need TRITON_INTERPRET=1 on a CPU")
@@ -126,26 +126,20 @@ def test_a_batch_without_a_budget_costs_the_device_nothing(adapter, worker, poli
     slots = list(range(1, rows + 1))
     prefilled(worker, reqs, slots)
     drafts, logits = blocks(0, rows, K, V)
-    seen = []
-    for forward in (type(worker).forward_batch_generation, unhooked(worker)):
-        batch = decode(reqs, slots, drafts, logits)
-        with Dispatched() as mode:
-            result = forward(worker, batch)
-            for row, req in enumerate(reqs):
-                adapter.result(lambda *_a: None, None, req, batch, result, row, None)
-        seen.append(mode.seen)
+    seen, toggle = [], Toggle(adapter.version)
+    try:
+        for hooked in (True, False):
+            toggle.set(hooked)
+            batch = decode(reqs, slots, drafts, logits)
+            with Dispatched() as mode:
+                result = worker.forward_batch_generation(batch)
+                for row, req in enumerate(reqs if hooked else ()):
+                    adapter.result(lambda *_a: None, None, req, batch, result, row, None)
+            seen.append(mode.seen)
+    finally:
+        toggle.set(True)
     assert seen[0] == seen[1]
     assert len(seen[0]) > 3
-
-
-def unhooked(worker):
-    """The worker's entry as the engine has it."""
-    function = type(worker).forward_batch_generation
-    while hasattr(function, "__wrapped__") and any(
-        isinstance(getattr(cell.cell_contents, "__self__", None), Adapter) for cell in function.__closure__ or ()
-    ):
-        function = function.__wrapped__
-    return function
 
 
 def test_strict_requests_never_reach_the_asd_walk(adapter, worker):
@@ -238,6 +232,7 @@ def test_retraction_keeps_what_committed_tokens_cost_and_drops_what_was_discarde
 @pytest.mark.parametrize("policy", [None, B0, Policy("asd", budget=1e9)], ids=["none", "B=0", "wide"])
 def test_the_verify_cap_alias_bounds_every_request(adapter, worker, policy):
     adapter.arming = Arming(verify_cap=2)
+    adapter.arm(worker, server_args())
     req = request("r", policy=policy)
     prefilled(worker, [req], [1])
     drafts, logits = one_relaxed(1.0)
@@ -264,8 +259,12 @@ def test_an_accept_inside_the_graph_is_refused(worker):
     req = request("r", policy=WIDE)
     prefilled(worker, [req], [1])
     batch = decode([req], [1], *one_relaxed(1.0))
+    outs = worker.forward_batch_generation(batch).outs
+    worker._verify_executor.verify_epilogue = SimpleNamespace(
+        read_accept=lambda *_a: outs, note_static_verify=lambda *_a: None
+    )
     batch.toy["folded_accept"] = True
-    with pytest.raises(Refused, match="folded_accept"):
+    with pytest.raises(Refused, match="accept_draft_tokens: expected to be called"):
         worker.forward_batch_generation(batch)
 
 
@@ -316,8 +315,6 @@ def test_in_a_mixed_batch_only_greedy_rows_are_relaxed(worker):
 
 
 def test_block_sizes(adapter):
-    from toy_engine import server_args
-
     for drafts in (1, 2, 7, 16):
         made = ToyWorker(drafts)
         adapter.ledger = None
