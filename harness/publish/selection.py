@@ -19,6 +19,7 @@ from harness.records.sweeps import Manifest
 from harness.stats import Estimate, pareto
 
 FIXED = ("strict", "chain", "asd-b0", "unarmed", "control")  # what candidates are compared with
+SMALL = 100  # items: with fewer a single flip moves accuracy by more than a per cent
 AGAIN = "-again"  # ends the name of the arm that repeats the baseline's policy
 
 
@@ -93,15 +94,29 @@ def sweep_of(run: Loaded) -> dict[str, Any] | None:
 
 
 def choose(runs: Sequence[Loaded]) -> dict[tuple[str, ...], Shown]:
-    """The newest complete pass of each key, else its newest complete run; most items first."""
+    """The newest complete pass of each key, else its newest complete run; in the order of `weight`."""
     groups: dict[tuple[str, ...], list[Loaded]] = {}
     for run in runs:
         if run.record is not None and run.complete:
             groups.setdefault(key(run.record), []).append(run)
     failed = [run.record for run in runs if run.record and run.record.status == "failed" and not run.problems]
     shown = {name: _shown(name, group, failed) for name, group in groups.items()}
-    order = sorted(shown, key=lambda name: (name[:4], -len(shown[name].record.workload["items"]), name))
+    order = sorted(shown, key=lambda name: (weight(shown[name].record), name))
     return {name: shown[name] for name in order}
+
+
+def weight(record: Record) -> tuple[bool, bool, int]:
+    """Of the evidence, heaviest first: an engine that people serve with before the embedded one, a GPU before a CPU,
+    then by items."""
+    config = record.identity.config
+    embedded = (config["engine"].get("base") or config["engine"]["name"]) == "reference"
+    cpu = embedded and not config["model"]["gpus"] and config["engine"].get("device") != "cuda"
+    return embedded, cpu, -len(record.workload["items"])
+
+
+def is_small(record: Record) -> bool:
+    """A bench that shows that something runs, and not much more."""
+    return record.task == "bench" and len(record.workload["items"]) < SMALL
 
 
 def _shown(name: tuple[str, ...], group: Sequence[Loaded], failed: Sequence[Record]) -> Shown:

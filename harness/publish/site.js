@@ -3,12 +3,12 @@
 const form = document.getElementById("filter");
 if (form) {
   const told = form.querySelector("output");
-  const rows = [...document.querySelectorAll("#results tr[data-policy]")];
+  const rows = [...document.querySelectorAll(":is(#results, #small) tr[data-policy]")];
   const filter = () => {
     const wanted = Object.fromEntries(new FormData(form));
     const fits = (element, names) => names.every((name) => !wanted[name] || element.dataset[name] === wanted[name]);
     let shown = 0;
-    for (const body of document.querySelectorAll("#results tbody")) {
+    for (const body of document.querySelectorAll(":is(#results, #small) tbody")) {
       const inside = fits(body, ["engine", "model"]);
       let left = 0;
       for (const row of body.querySelectorAll("tr[data-policy]")) {

@@ -14,7 +14,18 @@ from harness.launch.cores import spelled
 from harness.publish import cells, charts, labels, parts, sections
 from harness.publish.parts import Cell, Link
 from harness.publish.sections import Published
-from harness.publish.selection import AGAIN, Selection, Shown, Sweep, candidate, changes_of, is_candidate, passed
+from harness.publish.selection import (
+    AGAIN,
+    SMALL,
+    Selection,
+    Shown,
+    Sweep,
+    candidate,
+    changes_of,
+    is_candidate,
+    is_small,
+    passed,
+)
 from harness.records import Record
 from harness.records.read import Loaded
 from harness.records.schema import digest
@@ -55,6 +66,7 @@ def page(results: Path, selection: Selection, figures: Sequence[Published], repl
     environment.filters["cell"] = parts.html
     environment.filters["series"] = series
     shown = [each for each in selection.benches if passed(each.record)]
+    large, small = ([each for each in shown if is_small(each.record) == side] for side in (False, True))
     records = [
         *(each.record for each in shown),
         *(point.record for sweep in selection.sweeps for point in sweep.points),
@@ -69,9 +81,11 @@ def page(results: Path, selection: Selection, figures: Sequence[Published], repl
         *sections.replays_apart(replays),
     ]
     text = environment.get_template("site.html.j2").render(
-        findings=[found for each in shown for found in findings(each)][:FINDINGS],
+        findings=[found for each in large or small for found in findings(each)][:FINDINGS],
         columns=COLUMNS,
-        groups=groups(shown),
+        groups=groups(large),
+        small=groups(small),
+        most=SMALL,
         apart=groups([each for each in selection.benches if not passed(each.record)]),
         filters=filters(shown),
         panels=[panel(sweep) for sweep in selection.sweeps if sweep.points]

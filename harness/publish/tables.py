@@ -16,7 +16,7 @@ from harness.publish import parts, sections
 from harness.publish.cells import bench_table, footnote
 from harness.publish.labels import code, link, machine, models, thresholds, title, workload
 from harness.publish.parts import Cell
-from harness.publish.selection import Shown, Sweep, passed, select
+from harness.publish.selection import SMALL, Shown, Sweep, is_small, passed, select
 from harness.publish.site import SITE, page
 from harness.records import Record
 from harness.records.read import Loaded, read_all
@@ -49,7 +49,9 @@ def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, byt
     )
     text = environment.get_template("README.md.j2").render(
         table=markdown,
-        benches=[_bench(each) for each in chosen.benches if passed(each.record)],
+        benches=[_bench(each) for each in chosen.benches if passed(each.record) and not is_small(each.record)],
+        small=[_bench(each) for each in chosen.benches if passed(each.record) and is_small(each.record)],
+        most=SMALL,
         failed=[_bench(each) for each in sections.failed(chosen)],
         sweeps=[_sweep(each) for each in chosen.sweeps],
         phase_columns=sections.PHASES,

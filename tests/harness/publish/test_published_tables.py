@@ -14,7 +14,7 @@ from harness.config import ROOT, ConfigError, member, plain
 from harness.publish import cells, console
 from harness.publish.labels import title
 from harness.publish.sections import PUBLISHED, published
-from harness.publish.selection import choose
+from harness.publish.selection import choose, is_small, select
 from harness.publish.tables import markdown, render, write
 from harness.records.read import read_all
 from harness.records.run import read_rows, sha256, write_rows
@@ -130,6 +130,41 @@ def test_a_failed_verdict_does_not_replace_a_pass(results):
     shown = [each.record.id for each in choose(read_all(results)).values()]
     assert good.folder.name in shown
     assert later.name not in shown
+
+
+def test_runs_stand_by_the_weight_of_their_evidence(results):
+    """Served engine first, then the GPU, then items; a run of few items apart, wherever it was made."""
+
+    def grown(items, **engine):
+        def change(record):
+            config_of(record)["engine"] |= engine
+            record["workload"]["items"] = [f"item-{n}" for n in range(items)]
+
+        return change
+
+    served = {"name": "sglang", "cuda": True}
+    made = {  # a later folder is heavier nowhere
+        "cpu-200": again(results, grown(200), "99991231T000001Z-00000000").id,
+        "cpu-400": again(results, grown(400), "99991231T000002Z-00000000").id,
+        "gpu-150": again(results, grown(150, device="cuda"), "99991231T000003Z-00000000").id,
+        "served-120": again(results, grown(120, **served), "99991231T000004Z-00000000").id,
+        "served-99": again(results, grown(99, **served), "99991231T000005Z-00000000").id,
+    }
+    names = {folder: name for name, folder in made.items()}
+    chosen = select(read_all(results)).benches
+    order = [names.get(each.record.id, "fixture") for each in chosen]
+    assert order == ["served-120", "served-99", "gpu-150", "cpu-400", "cpu-200", "fixture"]
+    assert [names.get(each.record.id, "fixture") for each in chosen if is_small(each.record)] == [
+        "served-99",
+        "fixture",
+    ]
+
+
+def test_small_runs_stand_apart_and_after_the_others(results):
+    text = render(results)["README.md"].decode()
+    measured, _, small = text.partition("## Small runs")
+    assert "No bench outside a sweep has passed on 100 items or more." in measured
+    assert f"runs/{bench(results).record.id}/record.json" in small
 
 
 def test_rendering_is_a_function_of_the_records(results):

@@ -91,7 +91,7 @@ def test_nothing_is_asked_from_outside_and_nothing_is_blank(results):
 
 def test_every_arm_is_a_row_with_what_the_filters_need(results):
     record = bench(results).record
-    found = Page(main_part(text_of(results)).partition('id="results"')[2].partition("</table>")[0] or "x")
+    found = Page(main_part(text_of(results)).partition('id="small"')[2].partition("</table>")[0] or "x")
     assert found.having("data-engine") == ["reference"]
     assert found.having("data-policy") == [arm for arm in record.arms for _ in ("row", "drawer")]
     text = text_of(results)
@@ -207,6 +207,27 @@ def test_the_task_writes_the_page_alone(results):
     assert (results / "README.md").read_text() == "kept"
     (results / "README.md").write_bytes(before)
     assert (results / SITE).read_bytes() == render(results)[SITE]
+
+
+def test_a_small_run_is_a_finding_only_where_there_is_no_other(results):
+    first = bench(results).record.id
+    findings = text_of(results).partition('<ul class="findings">')[2].partition("</ul>")[0]
+    assert f'href="#{first}"' in findings
+
+    def grown(record):
+        record["workload"]["items"] = [f"item-{n}" for n in range(100)]
+
+    large = again(results, grown).id
+    text = text_of(results)
+    findings = text.partition('<ul class="findings">')[2].partition("</ul>")[0]
+    assert f'href="#{large}"' in findings
+    assert f'href="#{first}"' not in findings
+    assert (
+        text.index('id="results"')
+        < text.index(f'id="{large}"')
+        < text.index('id="small"')
+        < text.index(f'id="{first}"')
+    )
 
 
 def test_a_bench_that_scores_nothing_says_so_once_in_its_finding(results):

@@ -12,7 +12,7 @@ from harness.publish.tables import write
 PROGRAM = chromium.find()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=f"none of {', '.join(chromium.NAMES)} is installed")
 VIEWS = [(390, 844, "light"), (390, 844, "dark"), (1280, 900, "light"), (1280, 900, "dark")]
-SHOWN = "[...document.querySelectorAll('#results tr[data-policy]:not(.drawer)')].filter(row => row.offsetParent)"
+SHOWN = "[...document.querySelectorAll('#small tr[data-policy]:not(.drawer)')].filter(row => row.offsetParent)"
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,12 @@ def test_the_page_fits_and_works(view, site):
     browser.ask("document.querySelector('#filter button').click(), new Promise(done => setTimeout(done))")
     assert browser.ask(f"{SHOWN}.length") == 2 * arms
 
-    drawer = "document.querySelector('#results details.provenance')"
+    drawer = "document.querySelector('#small details.provenance')"
     assert browser.ask(f"{drawer}.open") is False
     browser.ask(f"{drawer}.querySelector('summary').focus()")
     browser.press("Enter", 13, "\r")
     assert browser.ask(f"{drawer}.open") is True
-    first = browser.ask("document.querySelector('#results tbody').id")
+    first = browser.ask("document.querySelector('#small tbody').id")
     assert f"runs/{first}/record.json" in browser.ask(f"{drawer}.querySelector('a').href")
     assert first in browser.ask(f"{drawer}.innerText")
     assert browser.ask(f"{drawer}.querySelector('.facts').getBoundingClientRect().right") <= width
