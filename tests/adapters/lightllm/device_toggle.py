@@ -57,14 +57,14 @@ def follow():
                 if name != "init_model" and getattr(ours, "__code__", None) is not None:
                     if ours.__code__.co_filename == patch.__file__ and hasattr(ours, "__wrapped__"):
                         pairs.append((holder, name, ours))
-    orders = os.open(os.environ["SPECACCEPT_TOGGLE"], os.O_RDWR)
+    pipe = os.environ["SPECACCEPT_TOGGLE"]
+    orders, done = os.open(pipe, os.O_RDWR), pipe + ".done"
     while True:
         order, number = os.read(orders, 4096).decode().splitlines()[-1].split()
         while g_infer_context.infer_req_ids:
             time.sleep(0.001)
         for holder, name, ours in pairs:
             setattr(holder, name, ours if order == "adapter" else ours.__wrapped__)
-        done = os.environ["SPECACCEPT_TOGGLE"] + ".done"
         with open(done + ".new", "w") as file:
             file.write(f"{order} {number} {' '.join(sorted({name for _, name, _ in pairs}))}")
         os.replace(done + ".new", done)

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import device_toggle
 
-from adapters.lightllm import hook
+from adapters.lightllm import hook, patch
 
 STEP = {"_post_handle", "_sample_and_scatter_token", "_get_next_token_ranks", "mtp_verify", "sample"}
 STEP |= {"_async_copy_next_token_infos_to_pin_mem", "scatter_mtp_next_tokens"}
@@ -25,14 +25,14 @@ def test_functions_change_place_between_requests(name, exchanged, monkeypatch, t
     server.name, server.pipe, server.orders = name, tmp_path / "orders", 0
     os.mkfifo(server.pipe)
     monkeypatch.setenv(device_toggle.PIPE, str(server.pipe))
-    monkeypatch.setattr(hook, "_patch", hook._patch)  # put back at the end
+    monkeypatch.setattr(hook, "_patch", hook._patch)  # both are put back at the end
+    monkeypatch.setattr(patch.Engine, "serve", patch.Engine.serve)
     with monkeypatch.context() as patched:
         patched.setattr(hook, "install", lambda: None)
         exec(device_toggle.MODULE, {})
     with rig.armed(rig.DOUBLE, device_toggle.POLICIES[name], monkeypatch) as modules:
         context, backend = modules.batch.g_infer_context, modules.backend.ModeBackend
         context.infer_req_ids = []
-        monkeypatch.setattr(modules.patch.Engine, "serve", modules.patch.Engine.serve)
         modules.patch.engine().serve(0, 1)
         ours = backend._post_handle
         assert set(server.run("engine")) == exchanged
