@@ -39,9 +39,11 @@ from hydra.errors import HydraException
 
 from harness import interrupt
 from harness.config import RECIPES, Config, ConfigError, hydra_override, load
+from harness.publish.labels import commit
 from harness.records.provenance import identity
 from harness.records.read import Loaded, read, read_all
 from harness.records.run import complete, wait
+from harness.records.schema import Identity, canonical
 from harness.records.sweeps import Manifest, Point, joined, manifest, read_sweeps, write
 from harness.stats.estimate import Estimate
 from harness.tasks import FAIL, INCONCLUSIVE, PASS, find
@@ -149,10 +151,14 @@ def _provenance(options: str) -> dict[str, Any]:
     return load_traffic(msgspec.json.decode(options)).provenance
 
 
+def traffic_provenance(config: Config) -> dict[str, Any]:
+    return _provenance(msgspec.json.encode(config.traffic.options()).decode())
+
+
 def plan(config: Config) -> str:
     """Digest of all that this configuration asks for: the plan its record will have."""
     try:
-        return identity(config, _provenance(msgspec.json.encode(config.traffic.options()).decode())).plan
+        return identity(config, traffic_provenance(config)).plan
     except (ValueError, OSError) as error:
         raise TaskError(str(error).splitlines()[0]) from None
 
@@ -191,9 +197,53 @@ def run(arguments: Sequence[str]) -> int:
     todo = [point for point in asked.points if complete(results / "runs", point.plan) is None]
     there = len(asked.points) - len(todo)
     say(f"sweep {asked.id}: {len(asked.points)} points, {there} already complete")
+    for line in not_taken(asked, wanted, todo, results):
+        say(f"sweep {asked.id}: {line}")
     if todo:
         multirun(own, wanted, asked, results)
     return report(asked, results)
+
+
+def not_taken(asked: Manifest, wanted: Grid, todo: Sequence[Point], results: Path) -> list[str]:
+    """Earlier sweeps that measured points of this one which it measures again, a line each, with the reason."""
+    overrides = dict(zip((point.plan for point in asked.points), wanted.points(), strict=True))
+    lines = []
+    for other in read_sweeps(results):
+        if other.id == asked.id or (other.task, sorted(other.base)) != (asked.task, sorted(asked.base)):
+            continue
+        folders = [(point, complete(results / "runs", point.plan)) for point in other.points]
+        done = {canonical(point.point): folder for point, folder in folders if folder is not None}
+        again = [point for point in todo if canonical(point.point) in done]
+        record = read(done[canonical(again[0].point)]).record if again else None
+        if record is not None:
+            config = load([f"task={asked.task}", *wanted.base, *overrides[again[0].plan]])
+            why = difference(record.identity, identity(config, traffic_provenance(config)))
+            count = f"{len(again)} point{'s' if len(again) > 1 else ''}"
+            lines.append(f"{count} complete in sweep {other.id}, measured again: {why}")
+    return lines
+
+
+def difference(before: Identity, now: Identity) -> str:
+    """Which part of two plans differs first, in words."""
+    if before.code != now.code:
+        there, here = (f"{commit(code)}, content {code['sha256'][:12]}" for code in (before.code, now.code))
+        return f"the code is another: {there} there, {here} now"
+    for name in ("target", "draft", "data", "config"):
+        if changed := _changed({name: getattr(before, name)}, {name: getattr(now, name)}):
+            return "{}: {!r} there, {!r} now".format(*changed)
+    return "its plan is another"
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any], path: str = "") -> tuple[str, Any, Any] | None:
+    """The first field of two nested objects that differs."""
+    for name in [*old, *new]:
+        left, right = old.get(name), new.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            if found := _changed(left, right, f"{path}{name}."):
+                return found
+        elif left != right:
+            return f"{path}{name}", left, right
+    return None
 
 
 def multirun(own: Options, wanted: Grid, asked: Manifest, results: Path) -> None:

@@ -222,10 +222,10 @@ def machine(record: Record) -> str:
 
 def code(record: Record) -> str:
     """What measured, and what judged where that was done again."""
-    return _code(record.identity.code) + (f", {again}" if (again := judged_again(record)) else "")
+    return commit(record.identity.code) + (f", {again}" if (again := judged_again(record)) else "")
 
 
-def _code(found: Mapping[str, Any]) -> str:
+def commit(found: Mapping[str, Any]) -> str:
     text = f"commit {found['commit'][:12]}" if found["commit"] else f"content {found['sha256'][:12]}"
     return text + (" (changes unknown)" if found["dirty"] == "unknown" else " with changes" if found["dirty"] else "")
 
@@ -237,7 +237,7 @@ def judged_again(record: Record) -> str:
     made = record.judgement
     which = f" (judgement {made.number})" if made.number > 1 else ""
     first = record.first.outcome if record.first else "none"
-    return f"judged again{which} at {_code(made.code)}: {made.why}; first verdict: {first}"
+    return f"judged again{which} at {commit(made.code)}: {made.why}; first verdict: {first}"
 
 
 def thresholds(record: Record) -> str:

@@ -5,10 +5,17 @@ import os
 import signal
 from collections import Counter
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
+from harness.config import load
+from harness.records.provenance import identity
 from harness.records.read import read_all
-from harness.records.sweeps import joined, read_sweeps
+from harness.records.run import identity_digest, plan_digest
+from harness.records.schema import digest, seal
+from harness.records.sweeps import Point, joined, manifest, read_sweeps, write
+from harness.sweep import difference
 
 START = 2 + 2 * 3  # answers of a run that are not measured: the probe, and two items in three arms
 POINT = 2 * 3  # answers of a point: two items in three arms
@@ -100,6 +107,48 @@ def test_a_point_that_fails_is_told_and_the_others_run(sweep, engine, tmp_path, 
     out, err = finish(sweep("policy.budget=1,2,4"))
     assert "3 points, 2 already complete" in err
     assert sum(run.complete for run in read_all(tmp_path / "results")) == 3
+
+
+def as_of_another_commit(results) -> str:
+    """The only sweep below results with its runs, as older code would have left them: its id."""
+    code = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False, "sha256": "0" * 64}
+    (told,) = read_sweeps(results)
+    for run in read_all(results):
+        record = run.record
+        record.identity.code, record.asked = code, digest([record.asked])
+        record.identity.plan = plan_digest(record.identity)
+        record.identity.digest = identity_digest(record.identity)
+        record.id = f"20000101T000000Z-{record.asked[:8]}"
+        record.seal = seal(record)
+        (run.folder / "record.json").write_bytes(msgspec.json.encode(record))
+        run.folder.rename(run.folder.with_name(record.id))
+    (results / "sweeps" / f"{told.id}.json").unlink()
+    points = [Point(point.point, digest([point.plan])) for point in told.points]
+    return write(results, manifest(told.task, told.base, told.axes, points)).stem
+
+
+def test_points_of_an_earlier_sweep_that_are_measured_again_are_named_with_the_reason(sweep, tmp_path):
+    results = tmp_path / "results"
+    finish(sweep("policy.budget=1,2"))
+    first = as_of_another_commit(results)
+    assert [run.problems for run in read_all(results)] == [[], []]
+    _, err = finish(sweep("policy.budget=2,4"))
+    assert "2 points, 0 already complete" in err
+    told = f"1 point complete in sweep {first}, measured again: the code is another: commit 0123456789ab"
+    assert told in err
+    assert "content 000000000000 there" in err
+    _, err = finish(sweep("policy.budget=4,2"))  # by plan these are the same points: nothing is measured again
+    assert "2 points, 2 already complete" in err
+    assert "measured again" not in err
+
+
+def test_a_difference_names_the_field():
+    plans = [
+        replace(identity(load([*more]), {}), code={"commit": None}) for more in ([], ["policy.budget=4"], ["seed=1"])
+    ]
+    assert difference(plans[0], plans[1]) == f"config.policy.budget: {load().policy.budget!r} there, 4.0 now"
+    assert difference(plans[0], plans[2]) == "config.traffic.seed: 980406 there, 1 now"
+    assert difference(plans[0], plans[0]) == "its plan is another"
 
 
 @pytest.mark.skipif(not INSTALLED["ray"], reason="hydra-ray-launcher is not installed")
