@@ -2,11 +2,13 @@
 
     python tests/adapters/sglang/device_steps.py [--site SITE] [--tp N] [--batches 1 8 32] [--seconds 150] [--out FILE]
 
-Two servers side by side, one without the plugin, asked in turn: unarmed, strict, B = 0, B large. Each sees the same
-number of verify steps at the same mean context (a policy that accepts more starts from a shorter prompt), and a step is
-the difference of two walls over the difference of their steps, so prefill and transport drop out. The gain is the mean
-of the logarithm of paired ratios with a 95 % t interval. --out is written after every batch size of
-every round, so ending early loses nothing. Prints JSON; exit status 1 where B = 0 costs over 1 %.
+Two servers side by side, one without the plugin, asked in turn: unarmed, strict, B = 0, B large; with --one-server a
+single one, whose hooks are taken out for `unarmed` (`toggle_plugin.py`), and before that --flips seconds per batch size
+in which they come and go every few steps. Each arm sees the same number of verify steps at the same mean context (a
+policy that accepts more starts from a shorter prompt), and a step is the difference of two walls over the difference of
+their steps, so prefill and transport drop out. The gain is the mean of the logarithm of paired ratios with a 95 % t
+interval. --out is written after every batch size of every round, so ending early loses nothing. Prints JSON; exit
+status 1 where B = 0 costs over 1 %.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device_smoke import call, params, snapshot, start, stop, wait_ready
+from device_toggle import flips, launch
 
 UNARMED = "unarmed"
 ARMS = {
@@ -88,11 +91,17 @@ def folders(root: Path, layers: int | None = None) -> tuple[str, str]:
     return str(root / "target"), str(root / "draft")
 
 
+class Asked:
+    count = 0
+
+
 def ask(url: str, batch: int, prompt: int, tokens: int, policy: dict | None, seed: int) -> tuple[float, float, float]:
     """One list request: wall seconds, verify steps (the mean row's), tokens per step."""
     g = random.Random(seed)
     ids = [[g.randrange(1000, 100000) for _ in range(prompt)] for _ in range(batch)]
-    body = {"input_ids": ids, "sampling_params": [params(policy, 0.0, tokens)] * batch}
+    Asked.count += 1
+    rids = [f"{'off' if policy is None else 'on'}-{Asked.count}-{i}" for i in range(batch)]
+    body = {"rid": rids, "input_ids": ids, "sampling_params": [params(policy, 0.0, tokens)] * batch}
     begin = time.perf_counter()
     status, rows = call(url, "/generate", body)
     wall = time.perf_counter() - begin
@@ -184,6 +193,11 @@ def main() -> int:
     parser.add_argument(
         "--armed-only", action="store_true", help="one server; strict is what the others are compared with"
     )
+    parser.add_argument("--one-server", action="store_true", help="unarmed: the armed server without its hooks")
+    parser.add_argument("--flips", type=float, default=0.0, help="seconds per batch size, with --one-server; 0: none")
+    parser.add_argument("--flip-steps", type=int, default=160, help="verify steps of such a request, about")
+    parser.add_argument("--every", type=int, default=12, help="verify steps between flips")
+    parser.add_argument("--cores", default="", help="of the one server, taskset's notation")
     parser.add_argument("--ready-limit", type=float, default=400)
     parser.add_argument("--server", default=SERVER)
     parser.add_argument("--log", default="steps-server.log")
@@ -196,7 +210,9 @@ def main() -> int:
     arms = {name: ARMS[name] for name in args.arms if not (args.armed_only and name == UNARMED)}
     for name in {args.base, "asd-b0"} - set(arms):
         parser.error(f"--arms: expected {name} among them, found {' '.join(args.arms)}")
-    boots = {"armed": {}} | ({} if args.armed_only else {UNARMED: {"SGLANG_PLUGINS": "none"}})
+    alone = args.armed_only or args.one_server
+    boots = {"armed": {}} | ({} if alone else {UNARMED: {"SGLANG_PLUGINS": "none"}})
+    folder = Path(tempfile.mkdtemp())
     report: dict = {"shape": "Qwen3-14B target, dspark_qwen3_14b_block7 draft, dummy weights", "tp": args.tp}
     report["command"], report["steps"] = args.server, [args.short, args.long]
     servers, logs, failed = {}, {}, True
@@ -212,12 +228,25 @@ def main() -> int:
         for index, (name, env) in enumerate(boots.items()):
             os.environ.update(env)
             logs[name] = Path(f"{args.log}.{name}")
-            servers[name] = start(args, args.port + 100 * index, logs[name])
+            port = args.port + 100 * index
+            if args.one_server:
+                servers[name] = launch(args, port, logs[name], folder, args.cores)
+            else:
+                servers[name] = start(args, port, logs[name])
             os.environ.clear()
             os.environ.update(plain)
         urls = {name: f"http://127.0.0.1:{args.port + 100 * index}" for index, name in enumerate(boots)}
         report["ready_s"] = {name: round(wait_ready(urls[name], servers[name], args.ready_limit), 1) for name in boots}
         report["snapshot"] = {k: v for k, v in snapshot(urls["armed"]).items() if k not in ("files", "counters")}
+        for batch in args.batches if args.flips and args.one_server else ():
+            pace = calibrate({"asd-b0": urls["armed"]}, batch, {"asd-b0": ARMS["asd-b0"]})["asd-b0"]
+            g = random.Random(batch)
+            ids = [[g.randrange(1000, 100000) for _ in range(64)] for _ in range(4 * batch)]
+            tokens = round(args.flip_steps * pace)
+            file = folder / "flips.jsonl"
+            found = flips(urls["armed"], ARMS["asd-b0"], ids, batch, args.flips, args.every, tokens, file)
+            report.setdefault("flips", {})[str(batch)] = found
+            write({})
         report["batches"] = measure({name: urls.get(name, urls["armed"]) for name in arms}, args, arms, write)
         report["counters"] = snapshot(urls["armed"])["counters"]
         report["ranks"] = snapshot(urls["armed"]).get("ranks")

@@ -37,10 +37,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
     os.environ.setdefault("TRITON_INTERPRET", "0")
-    sys.path[:0] = [args.root, str(HERE)]
-    import conftest
+    sys.path[:0] = [str(HERE), args.root]
     import sglang
     import torch
+
+    import conftest
 
     torch.set_num_threads(1)
     adapter = conftest.arm_plugin(Path(tempfile.mkdtemp()))

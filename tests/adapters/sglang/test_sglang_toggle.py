@@ -41,7 +41,8 @@ def test_a_flipped_request_changes_sides_on_its_way_and_leaves_its_times(adapter
     monkeypatch.setenv(toggle_plugin.OUT, str(tmp_path / "flips"))
     toggle = Toggle(sglang.__version__)
     sides = []
-    batches = [SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda n=n: n > 0)) for n in range(14)]
+    modes = [SimpleNamespace(is_decode=lambda n=n: n > 0) for n in range(14)]
+    batches = [SimpleNamespace(forward_mode=mode, reqs=[None] * 2) for mode in modes]
     try:
         toggle.admitted(lambda *_a: None, None, SimpleNamespace(rid="flip-3-0"))
         for batch in batches:  # a prefill and thirteen steps
@@ -51,6 +52,25 @@ def test_a_flipped_request_changes_sides_on_its_way_and_leaves_its_times(adapter
         toggle.set(True)
     assert sides == [True, *[True] * 3, *[False] * 6, *[True] * 4]
     [steps] = [json.loads(line) for line in (tmp_path / "flips").read_text().splitlines()]
-    assert [on for _, on, _ in steps] == sides[1:]
-    assert [segment for *_, segment in steps] == [n // 3 for n in range(13)]
+    assert [step[1:] for step in steps] == [[on, n // 3, 2] for n, on in enumerate(sides[1:])]
     assert toggle.every == 0
+
+
+def test_what_a_flipped_request_says(tmp_path):
+    """Steps of 3 ms with the hooks, 2 ms without; the first step of a segment, and one of fewer requests, left out."""
+    from device_toggle import flipped, segments
+
+    at, lines = 0, []
+    for on in (True, False, False, True) * 3:
+        for n in range(4):
+            lines.append((at, on, len(lines) // 4, 8 if len(lines) > 2 else 1))  # two wait for the others
+            at += 50_000_000 if n == 0 else 3_000_000 if on else 2_000_000
+    lines += [(at + n, True, 12, 8) for n in range(2)]
+    few = [(at, on, segment, 7) for at, on, segment, _ in lines]
+    (tmp_path / "flips").write_text(json.dumps(lines) + "\n" + json.dumps(few) + "\n")
+    found = segments(tmp_path / "flips", 8)
+    assert found == [(on, 3.0 if on else 2.0) for on in (True, False, False, True) * 2]
+    summary = flipped(found)
+    assert summary["ms_per_step"] == {"on": 3.0, "off": 2.0}
+    assert (summary["on/off, steps per second"]["ratio"], summary["on/on"]["ratio"]) == (0.66667, 1.0)
+    assert flipped(found[:3]) == {"rows": 0}

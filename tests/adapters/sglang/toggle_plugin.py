@@ -33,7 +33,7 @@ class Toggle:
         self.version, self.on = version, True
         self.places: list[tuple[Any, str, Any, Any]] | None = None
         self.every = 0  # steps between flips; 0: none
-        self.flips: list[tuple[int, bool, int]] = []  # ns, whether hooked, segment: at the start of a step
+        self.flips: list[tuple[int, bool, int, int]] = []  # ns, whether hooked, segment, requests: at a step's start
 
     def set(self, on: bool) -> None:
         if on == self.on:
@@ -69,7 +69,7 @@ class Toggle:
         if self.every and batch.forward_mode.is_decode():
             segment = len(self.flips) // self.every
             self.set(ORDER[segment % len(ORDER)])
-            self.flips.append((time.perf_counter_ns(), self.on, segment))
+            self.flips.append((time.perf_counter_ns(), self.on, segment, len(batch.reqs)))
         return original(scheduler, batch, *args, **kwargs)
 
     def write(self) -> None:
