@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from harness.score.outcome import Score, is_cut_off, visible
 
-PARSER_VERSION = "code-1"
+PARSER_VERSION = "code-2"
 SANDBOX = Path(__file__).with_name("sandbox.py")
 _FENCE = re.compile(r"[ ]{0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^`\n]*")
 _PYTHON = ("", "py", "python", "python3")
