@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ SHARD_BLOCKS = 4096
 SHARD_BYTES = 256 << 20
 SHARD_SECONDS = 10.0  # a process that is killed loses no more than this
 CLOSE_SECONDS = 20.0
-BATCH_BLOCKS, BATCH_BYTES = 64, 1 << 20  # what the writer takes at a time: within a cache
+BATCH_BLOCKS, BATCH_BYTES = 64, 4 << 20  # what the writer takes at a time: within a cache
 # The writer works seldom and then on many blocks: while it holds the interpreter's lock the engine's thread waits. A
 # turn in which nothing came ends the shard.
 WAKE_SECONDS, WAKE_STEPS, WAKE_SHARE = 2.0, 256, 8
@@ -69,7 +69,7 @@ class Drawn:
     coins: Tensor | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Blocks:
     """The verified blocks of one step, a row per request, as the engine's rule saw them.
 
@@ -95,7 +95,7 @@ class Blocks:
     drawn: Drawn | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
     """A step on its way to the writer: host lists, and tensors of the device or, packed, of pinned memory.
 
@@ -110,7 +110,7 @@ class _Step:
     size: int
     layout: tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]] = ((), ())
     event: Any = None
-    pinned: list[Tensor] = field(default_factory=list)
+    pinned: Sequence[Tensor] = ()
 
     def __len__(self) -> int:
         return len(self.host["request"])
@@ -140,10 +140,10 @@ class Recorder:
         self._full: set[int] = set()  # captured with full rows
         self._requests: deque[list[Any]] = deque()
         self._ends: deque[list[int]] = deque()
-        self._asks: deque[threading.Event] = deque()  # of those who wait for the disk
+        self._asks: deque[tuple[threading.Event, bool]] = deque()  # of those who wait; whether for the disk
         self._queue: deque[_Step] = deque()
         self._added = self._taken = 0  # bytes; each is written by one thread alone
-        self._pool = _Pool(settings.queue_mb << 20)
+        self._pool, self._scratch = _Pool(settings.queue_mb << 20), stats.Scratch()
         self._wake, self._stopping = threading.Event(), False
         self._open: list[dict[str, Tensor]] = []
         self._open_rows: list[dict[str, Tensor]] = []
@@ -186,24 +186,28 @@ class Recorder:
 
     def add(self, blocks: Blocks) -> None:
         """One step's blocks. Copies and returns; with the queue full, counts them as dropped and returns."""
-        keep = [i for i, number in enumerate(blocks.requests) if number >= 0]
-        if not keep or (self._stopping and self.error is None):
-            return
+        if min(blocks.requests, default=-1) < 0 or blocks.drawn is not None:
+            keep = [i for i, number in enumerate(blocks.requests) if number >= 0]
+            if not keep:
+                return
+            blocks = _selected(blocks, keep)
         step = None
         if self.error is None:
-            self.vocabulary = self.vocabulary or blocks.logits.shape[2]
-            blocks = _selected(blocks, keep)
-            full = [i for i, number in enumerate(blocks.requests) if number in self._full] if self._full else []
+            if self._stopping:
+                return
+            if not self.vocabulary:
+                self.vocabulary = blocks.logits.shape[2]
+            full = [i for i, number in enumerate(blocks.requests) if number in self._full] if self._full else ()
             step = self._on_device(blocks, full) if blocks.logits.is_cuda else self._on_cpu(blocks, full)
         if step is None:
-            self.dropped += len(keep)
+            self.dropped += len(blocks.requests)
             return
         self._added += step.size
         self._queue.append(step)
         if len(self._queue) >= WAKE_STEPS or (self._added - self._taken) * WAKE_SHARE >= self.settings.queue_mb << 20:
             self._wake.set()
 
-    def _on_cpu(self, blocks: Blocks, full: list[int]) -> _Step | None:
+    def _on_cpu(self, blocks: Blocks, full: Sequence[int]) -> _Step | None:
         """The tensors as they are; the statistics are the writer's work."""
         drawn = blocks.drawn
         size = blocks.logits.nbytes + (0 if drawn is None else drawn.p.nbytes + drawn.q.nbytes)
@@ -220,7 +224,7 @@ class Recorder:
             tensors["coin"] = drawn.coins
         return _Step(host, tensors, full, drawn.rows, size)
 
-    def _on_device(self, blocks: Blocks, full: list[int]) -> _Step | None:
+    def _on_device(self, blocks: Blocks, full: Sequence[int]) -> _Step | None:
         """Statistics behind the engine's own kernels, then copies into pinned memory and an event. Nothing waits."""
         n, drawn = len(blocks.requests), blocks.drawn
         tensors: dict[str, Tensor] = {"anchors": blocks.anchors}
@@ -257,7 +261,7 @@ class Recorder:
         """Whether logits are still to be divided by a temperature."""
         return not self._about["temperature_applied"] and any(t != 1 for t in temperatures)
 
-    def _host(self, blocks: Blocks, tensors: dict[str, Tensor], full: list[int]) -> dict[str, Sequence[Any]]:
+    def _host(self, blocks: Blocks, tensors: dict[str, Tensor], full: Sequence[int]) -> dict[str, Sequence[Any]]:
         """The lists of a step; length and bonus stay where the engine has them."""
         flags = blocks.flags
         if full:
@@ -283,10 +287,12 @@ class Recorder:
 
     # -- writer
 
-    def sync(self, timeout_s: float = 5.0) -> bool:
-        """Wait until everything that came so far is in a whole shard, or until the time is over. From any thread."""
+    def sync(self, timeout_s: float = 5.0, whole: bool = True) -> bool:
+        """Wait until everything that came so far is in a whole shard (else: was measured), or until the time is over.
+
+        From any thread. False: not done."""
         ask = threading.Event()
-        self._asks.append(ask)
+        self._asks.append((ask, whole))
         self._wake.set()
         return ask.wait(timeout_s) if self._thread.is_alive() else False
 
@@ -321,7 +327,7 @@ class Recorder:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        asks: list[threading.Event] = []
+        asks: list[tuple[threading.Event, bool]] = []
         try:
             woken = True
             while True:
@@ -330,9 +336,10 @@ class Recorder:
                 came = self._drain()
                 if stopping:
                     break
-                if asks or not (came or woken) or (self._open and time.monotonic() - self._born > SHARD_SECONDS):
+                wanted = any(whole for _, whole in asks) or not (came or woken)
+                if wanted or (self._open and time.monotonic() - self._born > SHARD_SECONDS):
                     self._flush()
-                for ask in asks:
+                for ask, _ in asks:
                     ask.set()
                 woken = self._wake.wait(WAKE_SECONDS)
                 self._wake.clear()
@@ -343,7 +350,7 @@ class Recorder:
             print(f"specaccept: capture stopped: {self.error}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 self._manifest(closed=False)
-        for ask in asks:
+        for ask, _ in asks:
             ask.set()
 
     def _drain(self) -> bool:
@@ -430,11 +437,15 @@ def _of_cpu(steps: list[_Step], recorder: Recorder) -> tuple[dict[str, Tensor], 
         parts = [step.tensors[name] for step in steps]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    logits, drafts, top = joined("logits"), joined("drafts"), joined("top")
+    parts = [step.tensors["logits"] for step in steps]
+    logits, drafts, top = parts[0], joined("drafts"), joined("top")
+    if len(parts) > 1:
+        shape = len(drafts), *logits.shape[1:]
+        logits = torch.cat(parts, out=recorder._scratch.take("logits", shape))
     host = _joined_lists(steps)
     temperature = torch.tensor(host["temperature"], dtype=torch.float32)
     inverse = 1 / temperature if recorder._scaled(host["temperature"]) else None
-    columns = stats.of_logits(logits, drafts, top, inverse)
+    columns = stats.of_logits(logits, drafts, top, inverse, recorder._scratch)
     columns["anchor"] = joined("anchors").int()
     if any("live" in step.tensors for step in steps):
         every = [step.tensors.get("live", torch.full((len(step),), recorder.drafts)) for step in steps]

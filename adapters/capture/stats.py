@@ -6,6 +6,8 @@ must not wait for the device: no branch there depends on a value.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,23 @@ from adapters.capture.layout import TOP
 from adapters.rules import rowstats
 
 
-def of_logits(logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | None) -> dict[str, Tensor]:
+class Scratch:
+    """float32 memory of one thread that measures many batches: fresh memory of that size costs more than the sums."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The buffer of that name, in this shape; what it held is void."""
+        size = math.prod(shape)
+        if name not in self.kept or self.kept[name].numel() < size:
+            self.kept[name] = torch.empty(size)
+        return self.kept[name][:size].view(*shape)
+
+
+def of_logits(
+    logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | None, scratch: Scratch | None = None
+) -> dict[str, Tensor]:
     """logits [n, K + 1, V] float, drafts [n, K], top [n, K + 1] the engine's argmax, inverse [n] 1/T (None: 1)
     -> draft, rank, z_x, log_p [n, K]; argmax, ties, z_max, lse, entropy, entropy_raw [n, K + 1]; top_ids, top_logits.
 
@@ -23,7 +41,10 @@ def of_logits(logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | Non
     """
     logits, K = logits.float(), drafts.shape[1]
     tops = logits.topk(min(TOP, logits.shape[2]), dim=-1)
-    columns = _by_kernel(logits, drafts, inverse) if logits.is_cuda else _by_torch(logits, drafts, top, inverse, tops)
+    if logits.is_cuda:
+        columns = _by_kernel(logits, drafts, inverse)
+    else:
+        columns = _by_torch(logits, drafts, top, inverse, tops, scratch or Scratch())
     scaled_x = columns["z_x"] if inverse is None else columns["z_x"] * inverse[:, None]
     return columns | {
         "draft": drafts.int(),
@@ -52,14 +73,20 @@ def _by_kernel(logits: Tensor, drafts: Tensor, inverse: Tensor | None) -> dict[s
     }
 
 
-def _by_torch(logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | None, tops: Any) -> dict[str, Tensor]:
+def _by_torch(
+    logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | None, tops: Any, scratch: Scratch
+) -> dict[str, Tensor]:
     """The same on a CPU, where the largest logits nearly always tell ties and rank without another pass."""
     K, V = drafts.shape[1], logits.shape[2]
     known = (drafts >= 0) & (drafts < V)
     z_x = logits[:, :K].gather(2, drafts.clamp(0, V - 1)[..., None])[..., 0].masked_fill(~known, torch.nan)
     z_max = logits.gather(2, top[..., None])[..., 0]
-    below = logits - z_max[..., None]
-    lse, entropy = _mass(below if inverse is None else below * inverse[:, None, None])
+    below, weight = (scratch.take(name, logits.shape) for name in ("below", "weight"))
+    raw = _mass(torch.sub(logits, z_max[..., None], out=below), weight)
+    lse, entropy = raw
+    if inverse is not None:
+        scaled = torch.sub(logits, z_max[..., None], out=below).mul_(inverse[:, None, None])
+        lse, entropy = _mass(scaled, weight)
     peak = z_max if inverse is None else z_max * inverse[:, None]
     return {
         "rank": _rank(logits[:, :K], drafts, z_x, tops.values[:, :K], tops.indices[:, :K]).int(),
@@ -68,13 +95,14 @@ def _by_torch(logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | Non
         "z_max": z_max,
         "lse": torch.where(z_max.isinf(), z_max, peak + lse),
         "entropy": entropy,
-        "entropy_raw": entropy if inverse is None else _mass(below)[1],
+        "entropy_raw": raw[1],
     }
 
 
-def _mass(below: Tensor) -> tuple[Tensor, Tensor]:
-    """below [..., V]: (z - max z) / T -> log of the sum of exponentials, entropy. Used up: changed in place."""
-    weight = below.exp()
+def _mass(below: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """below [..., V]: (z - max z) / T, weight: memory for as much -> log of the sum of exponentials, entropy. Both are
+    written to."""
+    torch.exp(below, out=weight)
     total = weight.sum(-1)
     # A masked logit, -inf, has no weight and no part in the entropy.
     return total.log(), total.log() - torch.linalg.vecdot(weight, below.clamp_(min=-1e4)) / total

@@ -1,4 +1,4 @@
-"""How fast replay decides, and what a capture costs the engine. One run each; the numbers are of this machine, now."""
+"""How fast replay decides. One run; the numbers are of this machine, now."""
 
 from __future__ import annotations
 
@@ -108,45 +108,3 @@ def _reading(blocks: int = 32_768, rows: int = 64) -> None:
         seconds = time.perf_counter() - started
     rate = table.positions / seconds * 60 / 1e6
     print(f"{'reading shards, SHA-256 checked':44s} {seconds:8.2f} {rate:22.0f}   ({table.positions:,} positions)")
-
-
-def overhead(prompts: int, rounds: int, rows: bool) -> None:
-    """Prints tokens/s of the embedded engine with the tiny pair, capture on over off, prompt by prompt in turn."""
-    from harness.engines.reference.benchmark import PAIR, prompts_of, read_pair, request
-    from harness.engines.reference.capture import Capture
-    from harness.engines.reference.loading import Options, build, set_threads
-
-    target, draft_folder = PAIR / "tiny-qwen3", PAIR / "tiny-qwen3-dspark-block7"
-    model, draft = read_pair(target, draft_folder, torch.float32, "cpu")
-    set_threads(model, None)
-    work = prompts_of(target, prompts)
-    options = Options(str(target), str(draft_folder), slots=1, limit=max(map(len, work)) + 128)
-    engine = build(model, draft, options)
-    with tempfile.TemporaryDirectory() as folder:
-        capture = Capture(Settings(Path(folder), rows=rows), engine, options.target, options.draft)
-        seconds = np.zeros((rounds * len(work), 2))
-        tokens, own = (
-            np.zeros(2),
-            np.zeros(2),
-        )  # own: CPU seconds of the engine's thread, whatever else the machine does
-        for turn in range(-1, rounds):  # the first time through warms up
-            for index, prompt in enumerate(work):
-                for side in (0, 1) if index % 2 else (1, 0):
-                    engine.capture = capture if side else None
-                    started, spent = time.perf_counter(), time.thread_time()
-                    done = engine.generate([request(prompt, 128)])[0]
-                    if turn >= 0:
-                        seconds[turn * len(work) + index, side] = time.perf_counter() - started
-                        own[side] += time.thread_time() - spent
-                        tokens[side] += len(done.output)
-        capture.close()
-        recorder = capture.recorder
-    off, on = tokens / seconds.sum(0)
-    pairs = seconds[:, 0] / seconds[:, 1]
-    print(f"{rounds} x {len(work)} prompts, one at a time, {'full rows' if rows else 'compact'}")
-    print(
-        f"tokens/s without capture {off:.1f}, with {on:.1f}: ratio {on / off:.4f}, "
-        f"median of pairs {np.median(pairs):.4f}"
-    )
-    print(f"CPU time of the engine's thread, without over with: {own[0] / own[1]:.4f}")
-    print(f"{recorder.blocks} blocks captured, {recorder.dropped} dropped")

@@ -1,0 +1,180 @@
+"""What a capture costs the embedded engine: tokens/s with it over without, item by item in turn in one process.
+
+Both bounds are measured. Least: the engine's thread alone, the writer made to wait. Most: the writer's work too, in the
+same window, as if no core were free for it. What a server pays lies between. A pair is one prompt with and without,
+one right behind the other, so that the load of the machine is in both.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.records.provenance import code, environment
+from harness.records.run import now, write_atomically
+from harness.stats import change
+
+FOLDER = "captures"  # below results
+BAR = 0.03  # most of the tokens/s that a compact capture may cost
+NEW_TOKENS = 128
+COLUMNS = (
+    "engine",
+    "capture",
+    "cost of TPS, writer's work included, 95 %",
+    "engine's thread alone",
+    "pairs",
+    "machine",
+)
+
+
+class CostError(ValueError):
+    """A record of costs that cannot be read."""
+
+
+class Cost(msgspec.Struct, forbid_unknown_fields=True):
+    """provenance: code, machine, command. report: estimates and, for every pair, the seconds they are made of."""
+
+    provenance: dict[str, Any]
+    report: dict[str, Any]
+
+
+def measure(prompts: int, rounds: int, rows: float, command: Sequence[str]) -> Cost:
+    """The tiny pair, greedy, one request at a time."""
+    import torch
+
+    from adapters.capture import Settings
+    from harness.engines.reference.benchmark import PAIR, prompts_of, read_pair, request
+    from harness.engines.reference.capture import Capture
+    from harness.engines.reference.loading import Options, build, set_threads
+
+    target, draft_folder = PAIR / "tiny-qwen3", PAIR / "tiny-qwen3-dspark-block7"
+    model, draft = read_pair(target, draft_folder, torch.float32, "cpu")
+    set_threads(model, None)
+    work = prompts_of(target, prompts)
+    options = Options(str(target), str(draft_folder), slots=1, limit=max(map(len, work)) + NEW_TOKENS)
+    engine = build(model, draft, options)
+    provenance = {"date": now(), "code": code(), "environment": environment(), "command": " ".join(command)}
+    # seconds: without, with, with and the writer's work; the same of all the process's CPU time.
+    seconds, cpu = np.zeros((rounds, len(work), 3)), np.zeros((rounds, len(work), 3))
+    tokens = np.zeros(len(work), np.int64)
+    with tempfile.TemporaryDirectory() as folder:
+        capture = Capture(Settings(Path(folder), rows=rows), engine, options.target, options.draft)
+        for turn in range(-1, rounds):  # the first time through warms up
+            for index, prompt in enumerate(work):
+                for on in (False, True) if (index + turn) % 2 else (True, False):
+                    engine.capture = capture if on else None
+                    begin, spent = time.perf_counter(), time.process_time()
+                    done = engine.generate([request(prompt, NEW_TOKENS)])[0]
+                    found, used = [time.perf_counter() - begin], [time.process_time() - spent]
+                    if on:
+                        capture.recorder.sync(60, whole=False)
+                        found.append(time.perf_counter() - begin)
+                        used.append(time.process_time() - spent)
+                    tokens[index] = len(done.output)
+                    if turn >= 0:
+                        seconds[turn, index, 1 if on else 0 :][: len(found)] = found
+                        cpu[turn, index, 1 if on else 0 :][: len(used)] = used
+        capture.close()
+        recorder = capture.recorder
+    if recorder.error is not None:
+        raise CostError(f"capture: {recorder.error}")
+    return Cost(provenance, report(seconds, cpu, tokens, rows, recorder.blocks, recorder.dropped))
+
+
+def report(
+    seconds: NDArray[Any], cpu: NDArray[Any], tokens: NDArray[Any], rows: float, blocks: int, dropped: int
+) -> dict[str, Any]:
+    """seconds, cpu [rounds, prompts, 3]: without, with, with and the writer's work. tokens [prompts]."""
+    rounds, prompts = seconds.shape[:2]
+    units = list(range(prompts)) * rounds  # a prompt asked again is no new one
+    off, most_on = seconds[..., 0].ravel(), seconds[..., 2].ravel()
+
+    def tps_change(on: NDArray[Any]) -> dict[str, Any]:
+        return asdict(change(on, off, clusters=units))
+
+    return {
+        "engine": "specaccept-reference",
+        "rows": rows,
+        "prompts": prompts,
+        "rounds": rounds,
+        "tokens": int(tokens.sum() * rounds),
+        "tps_without": float(tokens.sum() * rounds / off.sum()),
+        "tps_with": float(tokens.sum() * rounds / most_on.sum()),
+        "most": tps_change(most_on),
+        "least": tps_change(seconds[..., 1].ravel()),
+        "median_of_pairs": float(np.median(off / most_on) - 1),
+        "cpu_most": float(cpu[..., 0].sum() / cpu[..., 2].sum() - 1),
+        "blocks": blocks,
+        "dropped": dropped,
+        "bar": BAR,
+        "within_bar": within_bar(tps_change(most_on)),
+        "seconds": seconds.round(6).tolist(),
+    }
+
+
+def within_bar(found: dict[str, Any]) -> bool | None:
+    """Whether the cost is at most BAR; None: the interval holds both."""
+    if found["low"] is None or found["low"] < -BAR <= found["high"]:
+        return None
+    return bool(found["low"] >= -BAR)
+
+
+def write(path: Path, cost: Cost) -> None:
+    """A new file: nothing measured is overwritten."""
+    if path.exists():
+        raise CostError(f"{path}: expected no file, found one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(cost), indent=1) + b"\n")
+
+
+def read_all(results: Path) -> list[tuple[str, Cost]]:
+    """(path below results, record), oldest first. Raises CostError naming the file."""
+    found = []
+    for path in sorted((results / FOLDER).glob("*.json")):
+        try:
+            found.append((f"{FOLDER}/{path.name}", msgspec.json.decode(path.read_bytes(), type=Cost)))
+        except (OSError, ValueError) as error:
+            raise CostError(f"{FOLDER}/{path.name}: {str(error).splitlines()[0]}") from None
+    return sorted(found, key=lambda each: str(each[1].provenance["date"]))
+
+
+def row(cost: Cost) -> list[str]:
+    """Cells of COLUMNS."""
+    told, machine = cost.report, cost.provenance["environment"]
+    rows = "compact" if not told["rows"] else f"full rows of {told['rows']:.0%}"
+    return [
+        told["engine"],
+        rows,
+        f"{_percent(told['most'])} ({_verdict(told['within_bar'])})",
+        _percent(told["least"]),
+        f"{told['prompts']} prompts x {told['rounds']}",
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average'][0]:g}",
+    ]
+
+
+def _percent(found: dict[str, Any]) -> str:
+    value, low, high = (found[name] for name in ("value", "low", "high"))
+    interval = "too few" if low is None else f"{100 * low:+.1f}, {100 * high:+.1f}"
+    return f"{100 * value:+.1f} % [{interval}]"
+
+
+def _verdict(within: bool | None) -> str:
+    return {True: "within", False: "beyond", None: "not decided against"}[within] + f" the bar of {BAR:.0%}"
+
+
+def show(cost: Cost) -> None:
+    told = cost.report
+    print(f"{told['prompts']} prompts x {told['rounds']}, one at a time; {row(cost)[1]}; {told['tokens']:,} tokens")
+    print(f"tokens/s {told['tps_without']:.1f} without, {told['tps_with']:.1f} with the writer's work in the window")
+    for name, text in (("most", "writer's work included"), ("least", "engine's thread alone")):
+        print(f"change of tokens/s, {text}: {_percent(told[name])}")
+    print(f"median of pairs {100 * told['median_of_pairs']:+.1f} %, CPU time {100 * told['cpu_most']:+.1f} %")
+    print(f"{told['blocks']:,} blocks captured, {told['dropped']} dropped: {_verdict(told['within_bar'])}")

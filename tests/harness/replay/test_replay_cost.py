@@ -1,0 +1,63 @@
+"""The cost of a capture: right values from made-up seconds, a verdict by interval, a record that is not overwritten."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from harness.replay import cost
+from harness.replay.__main__ import main
+
+
+def made(slower: float, noise: float = 0.0, prompts: int = 12, rounds: int = 4) -> cost.Cost:
+    """Pairs under a load that changes from pair to pair by a factor of three; capture takes `slower` more, the writer's
+    work half of it."""
+    rng = np.random.default_rng(0)
+    load = rng.uniform(1, 3, (rounds, prompts, 1))
+    jitter = 1 + noise * rng.normal(size=(rounds, prompts, 3))
+    seconds = 0.1 * load * jitter * np.array([1, 1 + slower / 2, 1 + slower])
+    told = cost.report(seconds, seconds, np.full(prompts, 50), 0.0, 700, 0)
+    machine = {"cpu": "a CPU", "cores": 2, "load_average": [0.1, 0, 0]}
+    return cost.Cost({"date": "2026-01-01T00:00:00Z", "environment": machine}, told)
+
+
+@pytest.mark.parametrize(("slower", "within"), [(0.02, True), (0.05, False), (0.0, True)])
+def test_load_cancels_in_pairs(slower, within):
+    told = made(slower).report
+    assert told["most"]["value"] == pytest.approx(1 / (1 + slower) - 1)
+    assert told["least"]["value"] == pytest.approx(1 / (1 + slower / 2) - 1)
+    assert told["median_of_pairs"] == pytest.approx(told["most"]["value"])
+    assert told["most"]["n"] == 12  # prompts, however often they were asked
+    assert told["tokens"] == 2400
+    assert told["tps_with"] / told["tps_without"] - 1 == pytest.approx(told["most"]["value"])
+    assert told["within_bar"] is within
+
+
+def test_an_interval_over_the_bar_decides_nothing():
+    told = made(0.02, noise=0.02).report
+    assert told["most"]["low"] < -cost.BAR < told["most"]["high"]
+    assert told["within_bar"] is None
+    assert cost.within_bar({"low": None, "high": None, "value": 0.0}) is None
+
+
+def test_a_record_is_written_once_and_read_as_a_row(tmp_path, capsys):
+    found = made(0.02)
+    path = tmp_path / cost.FOLDER / "a.json"
+    cost.write(path, found)
+    with pytest.raises(cost.CostError, match="expected no file"):
+        cost.write(path, found)
+    ((name, read),) = cost.read_all(tmp_path)
+    assert (name, read) == ("captures/a.json", found)
+    cells = dict(zip(cost.COLUMNS, cost.row(read), strict=True))
+    assert "-2.0 % [-2.0, -2.0] (within the bar of 3%)" in cells.values()
+    path.write_text("{}")
+    with pytest.raises(cost.CostError, match=r"captures/a\.json"):
+        cost.read_all(tmp_path)
+
+
+def test_nothing_is_measured_for_a_file_that_exists(tmp_path, monkeypatch, capsys):
+    (tmp_path / "there.json").write_text("{}")
+    monkeypatch.setattr(cost, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("sys.argv", ["replay", "--overhead", "--out", str(tmp_path / "there.json")])
+    assert main() == 1
+    assert "expected no file" in capsys.readouterr().err
