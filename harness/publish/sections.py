@@ -31,6 +31,7 @@ from harness.publish.selection import Point, Selection, Shown, Sweep, passed
 from harness.records import Record
 from harness.records.read import Loaded
 from harness.records.sweeps import Manifest, read_sweeps
+from harness.replay import cost
 from harness.replay.record import Replay, read_all
 
 PUBLISHED = "published.yaml"
@@ -305,6 +306,14 @@ def replays_of(results: Path) -> list[Replay]:
         return read_all(results)
     except ValueError as error:
         raise ConfigError(f"replays: {error}") from None
+
+
+def costs(results: Path) -> list[list[Cell]]:
+    """What captures cost, a row per measurement."""
+    try:
+        return [[Link(row[0], path), *row[1:]] for path, each in cost.read_all(results) if (row := cost.row(each))]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def sweeps_of(results: Path) -> list[Manifest]:

@@ -21,6 +21,7 @@ from harness.publish.site import SITE, page
 from harness.records import Record
 from harness.records.read import Loaded, read_all
 from harness.records.run import write_atomically
+from harness.replay import cost
 
 README = "README.md"
 PLOTS = "plots"
@@ -61,6 +62,8 @@ def render(results: Path, runs: Sequence[Loaded] | None = None) -> dict[str, byt
             (sections.replay_title(each), sections.replay_rows(each), map(parts.markdown, sections.replay_facts(each)))
             for each in sections.replayed(replays)
         ],
+        cost_columns=cost.COLUMNS,
+        costs=sections.costs(results),
         gate_columns=sections.GATES,
         gates=[sections.gate(each) for each in chosen.gates],
         gate_warnings=_warnings(chosen.gates),
