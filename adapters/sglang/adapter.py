@@ -379,16 +379,9 @@ class Adapter:
     ) -> tuple[Tensor, Tensor]:
         assert self.ledger is not None
         assert step.logits is not None
-        B, W = candidates.shape
+        slots = step.slots if step.slots.dtype == torch.int64 else step.slots.long()
         top = target_predict.contiguous()
-        length, bonus = self.ledger.accept(
-            candidates[:, 1:],
-            step.logits.view(B, W, -1),
-            top,
-            step.slots.long(),
-            step.live,
-            self.length_dtype,
-        )
+        length, bonus = self.ledger.accept(candidates[:, 1:], step.logits, top, slots, step.live, self.length_dtype)
         if step.live is None:
             return length, bonus
         # The engine caps what it gets and reports how much it cut: give it the run strict would have gone on with.
@@ -458,7 +451,7 @@ class Adapter:
             if state.walks:
                 bits, stop = result.specaccept.rows
                 if bits[i]:
-                    state.relaxations.append((len(state.lengths), bits[i], result.specaccept.charges[i]))
+                    state.relaxations.append((len(state.lengths), bits[i], result.specaccept.charges(i)))
                 if stop[i] == BUDGET:
                     state.drained.append(len(state.lengths))
             if state.rejections is not None:

@@ -7,9 +7,11 @@ the old owner is still in flight. Everything here is asynchronous: nothing waits
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,8 +49,19 @@ class Detail:
         self.buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device, pin_memory=pinned)
         charge, before, bits, relaxed, stop = self.buffer.split(sizes)
         self.before, self.bits = before.view(torch.float32), bits.view(torch.int32)
+        self._stop, self._charge = stop, charge
         self.report = Report(
             charge.view(torch.float32).view(rows, drafts), relaxed.view(torch.int32), stop.view(torch.int8)
+        )
+
+    @cached_property
+    def host(self) -> SimpleNamespace:
+        """bits, stop and charge of a buffer on the host as arrays of C: a list of them takes no torch operation."""
+        rows, drafts = self.shape
+        return SimpleNamespace(
+            bits=(ctypes.c_int32 * rows).from_address(self.bits.data_ptr()),
+            stop=(ctypes.c_int8 * rows).from_address(self._stop.data_ptr()),
+            charge=(ctypes.c_float * (rows * drafts)).from_address(self._charge.data_ptr()),
         )
 
 
@@ -75,12 +88,12 @@ class Copied:
     @cached_property
     def rows(self) -> tuple[list[int], list[int]]:
         """bits and stop as lists, read once per step, and only when the copy is complete."""
-        return self.detail.bits.tolist(), self.report.stop.tolist()
+        return list(self.detail.host.bits), list(self.detail.host.stop)
 
-    @cached_property
-    def charges(self) -> list[list[float]]:
-        """report.charge as lists, where some row relaxed a draft."""
-        return self.report.charge.tolist()
+    def charges(self, row: int) -> list[float]:
+        """report.charge of a row that relaxed a draft."""
+        _, K = self.detail.shape
+        return self.detail.host.charge[row * K : (row + 1) * K]
 
 
 class Ledger:
@@ -125,7 +138,7 @@ class Ledger:
     ) -> Accepted:
         """Walk a verified block on top of the engine's own argmax, and charge.
 
-        draft_ids [B, K] int64, rows may be strided; logits [B, K+1, V]; top [B, K+1] int64; slots [B] int64;
+        draft_ids [B, K] int64, rows may be strided; logits [B (K+1), V]; top [B, K+1] int64; slots [B] int64;
         live [B] int or None: K; dtype: of the lengths. The `detail` of this size is filled.
         """
         B, K = draft_ids.shape
@@ -140,7 +153,7 @@ class Ledger:
                 self._walks[key] = Walk(
                     Launch(
                         draft_ids,
-                        logits,
+                        logits.view(B, K + 1, -1),
                         length,
                         bonus,
                         self.spent,
@@ -159,7 +172,7 @@ class Ledger:
         budget, gate, cap, normalized = (row.index_select(0, slots) for row in self.params)
         params = Params(budget, gate, cap, normalized.bool())
         live = torch.full((B,), K, dtype=torch.int32) if live is None else live.to(torch.int32)
-        regrets = naive.regrets(draft_ids, logits, top)
+        regrets = naive.regrets(draft_ids, logits.view(B, K + 1, -1), top)
         out = naive.walk(draft_ids, top, regrets, spent, params, live, detail.report)
         position = torch.arange(K)
         missed = (draft_ids != top[:, :K]) & (position < out.length[:, None])

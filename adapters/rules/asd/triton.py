@@ -382,6 +382,7 @@ class Walk:
             raise RuleError("launch: expected a dense one without ids, found starts, ids or accepted")
         tensors, flags = launch.arguments()
         self._sizes = tensors[3:5]  # requests, rows
+        self._width = launch.draft_ids.shape[1] + 1
         self._ledger, self._rest = tensors[5:10], tensors[12:]
         self._none = launch.spent  # stands for a pointer no path reads
         self._flags = flags | {"LANES": lanes, "num_warps": 1}
@@ -397,10 +398,12 @@ class Walk:
         length: Tensor,
         bonus: Tensor,
     ) -> None:
-        """One launch. logits [B, K+1, V]; all others but draft_ids contiguous, which is not checked again."""
+        """One launch. logits [B, K+1, V] or [B (K+1), V]; all but draft_ids contiguous, which is not checked again."""
         none = self._none
+        row = logits.stride(-2)
+        between = logits.stride(0) if logits.ndim == 3 else self._width * row
         self._kernel(
-            draft_ids, draft_ids.stride(0), top, logits, logits.stride(0), logits.stride(1), logits.shape[-1],
+            draft_ids, draft_ids.stride(0), top, logits, between, row, logits.shape[-1],
             slots, none, none if live is None else live, *self._sizes, *self._ledger, length, bonus, *self._rest,
             **self._flags,
         )  # fmt: skip
