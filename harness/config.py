@@ -355,6 +355,7 @@ class ReplayConfig:
     else the only one). policies: names of those to replay (None: all of recipes/policy). asd_budgets, asd_gates,
     asd_caps: a grid of ASD policies beside them, with the normalized suffix; empty: none. times: folders of bench runs
     that the step-time curve is measured in. live: of bench runs that predictions are checked against (None: times).
+    costs: of bench runs on other prompts that a rule's own step is measured in (empty: halves of the live runs).
     parquet: write the scalars as Parquet beside the shards.
     """
 
@@ -365,6 +366,7 @@ class ReplayConfig:
     asd_caps: list[int] = field(default_factory=lambda: [1, 2])
     times: list[str] = field(default_factory=list)
     live: list[str] | None = None
+    costs: list[str] = field(default_factory=list)
     parquet: bool = True
 
 

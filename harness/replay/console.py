@@ -69,23 +69,43 @@ def _prediction(found: dict[str, Any]) -> None:
             f"{point['width']:.0f} rows, {1e3 * point['fixed_s']:.2f} ms a request, "
             f"{1e6 * point['per_prompt_token_s']:.0f} us a prompt token ({point['rows']} answers)"
         )
-    rows = []
+    rows, steps = [], []
     for each in found["rows"]:
+        name = each["name"] + (f", {each['batch']} in flight" if each["batch"] > 1 else "")
         live = (each["live_tps"] or {}).get("value")
-        error = "fitted" if each["fitted"] else "not run" if each["error"] is None else f"{100 * each['error']:+.1f} %"
+        outside = "outside the curve" if each["predicted_tps"] is None else None
+        own = "fitted" if each["fitted"] else "not measured"
         rows.append(
             [
-                each["name"] + (f", {each['batch']} in flight" if each["batch"] > 1 else ""),
-                "outside the curve" if each["predicted_tps"] is None else f"{each['predicted_tps']:.1f}",
+                name,
                 "not run" if live is None else f"{live:.1f}",
-                error,
+                outside or f"{each['predicted_tps']:.1f}",
+                "fitted" if each["fitted"] else _error(each["error"]),
+                own if each["predicted_own_tps"] is None else f"{each['predicted_own_tps']:.1f}",
+                own if each["predicted_own_tps"] is None else _error(each["error_own"]),
+            ]
+        )
+        steps.append(
+            [
+                name,
                 f"{each['predicted_tokens_per_step']:.2f}",
                 f"{each['live_tokens_per_step']:.2f}",
+                own if each["own_step"] is None else f"{each['own_step']:.3f}",
+                each["own_from"] or own,
             ]
         )
     if rows:
-        table(["policy", "TPS predicted", "live", "error", "tokens/step replayed", "live"], rows)
-        if found["mean_abs_error"] is not None:
-            print(f"mean absolute error of predicted TPS: {100 * found['mean_abs_error']:.1f} %")
+        table(["policy", "TPS, live", "baseline's step", "error", "own step", "error"], rows)
+        table(["tokens/step", "replayed", "live", "own step : baseline's", "measured in"], steps)
+    for key, text in (("mean_abs_error", "the baseline's step time"), ("mean_abs_error_own", "each rule's own")):
+        if found[key] is not None:
+            print(f"mean absolute error of predicted TPS, with {text}: {100 * found[key]:.1f} %")
+    for each in found["refused"]:
+        why = f"{each['run']}, arm {each['arm']}: not compared: {'; '.join(each['why'])}"
+        print(fill(why, 80, initial_indent="- ", subsequent_indent="  "))
     for note in found["notes"]:
         print(fill(note, 80, initial_indent="- ", subsequent_indent="  "))
+
+
+def _error(error: float | None) -> str:
+    return "not run" if error is None else f"{100 * error:+.1f} %"

@@ -1,14 +1,19 @@
 """From tokens per step to tokens per second: a step-time curve measured in bench runs, and what live runs say to it.
 
 wall = fixed + prompt_token * prompt tokens + step * verify steps, of one request, by non-negative least squares over
-the rows of a run's baseline arm. Of a policy only the number of steps is predicted: (output tokens - 1) / tokens per
-step, the output being the baseline's own. A policy that makes answers longer or shorter is not seen by it.
+the rows of a run's baseline arm. Of a policy the number of steps is predicted: (output tokens - 1) / tokens per step,
+the output being the baseline's own. A policy that makes answers longer or shorter is not seen by it.
+
+A step of a policy may cost more than the baseline's: its rule decides on tensors, reads more, draws coins. That is
+measured too, as a ratio of step times of arms that took turns, and never in rows that the prediction is checked
+against: in other runs, or by halves of the prompts, each half with the ratio of the other. Both predictions are shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,12 @@ from scipy.optimize import nnls
 from harness.records import Record, Row
 from harness.records.read import read
 from harness.replay.estimate import Outcome
+from harness.replay.table import Array, Table
 from harness.tasks.errors import TaskError
+
+SHARED = 0.9  # of the prompts of whichever has fewer, so that a run and a capture are of one traffic
+GREEDY = frozenset([0.0])
+FEWEST = 8  # answers of an arm that a step time is fitted to
 
 
 @dataclass(frozen=True)
@@ -36,11 +46,52 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a run must share with the capture to be set beside it. facts: engine, its version, target, draft, K.
+    temperatures: of the requests replayed, 0 for greedy ones. filters: top_k and top_p that some of them had, in words;
+    a harness sends none. prompts: SHA-256 of each, as records have them."""
+
+    facts: Mapping[str, Any]
+    temperatures: frozenset[float]
+    filters: str | None
+    prompts: frozenset[str]
+
+
+def asked(manifest: Mapping[str, Any], requests: Mapping[int, Mapping[str, Any]], table: Table) -> Asked:
+    """Of the requests of a table. requests: of the capture, by number."""
+    infos = [requests[int(number)] for number in table.request[table.first]]
+    vocabulary = manifest["vocabulary"]
+    filters = {
+        f"top_k={info.get('top_k')}, top_p={info.get('top_p')}"
+        for info in infos
+        if table.sampled and ((info.get("top_p") or 1) < 1 or 0 < (info.get("top_k") or 0) < vocabulary)
+    }
+    return Asked(
+        facts={
+            "engine": manifest["engine"].get("name"),
+            "engine version": manifest["engine"].get("version"),
+            "target": Path(manifest["target"]["name"]).name,
+            "draft": Path(manifest["draft"]["name"]).name,
+            "K": manifest["K"],
+        },
+        temperatures=frozenset(round(t, 6) for t in np.unique(table.temperature).tolist()) if table.sampled else GREEDY,
+        filters="; ".join(sorted(filters)) or None,
+        prompts=frozenset(prompt_sha256(prompt) for prompt in table.prompts if prompt),
+    )
+
+
+def prompt_sha256(ids: Sequence[int]) -> str:
+    """As a record's row has it (harness/tasks/session.py)."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
 class Bench:
-    """A bench run whose engine and model are the capture's."""
+    """A complete bench run. facts: as Asked has them."""
 
     record: Record
     rows: list[Row]
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def baseline(self) -> str:
@@ -54,21 +105,13 @@ class Bench:
         return [row for row in self.rows if row.arm == arm and row.error is None and row.steps > 0]
 
 
-def load(folder: str, manifest: dict[str, Any]) -> Bench:
-    """A sound, complete bench record of the capture's engine and target, measured without a capture."""
+def load(folder: str) -> Bench:
+    """A sound, complete bench record, measured without a capture."""
     found = read(Path(folder).expanduser())
     if not found.complete or found.record is None or found.record.task != "bench":
         why = found.problems[0] if found.problems else "not a complete bench run"
         raise TaskError(f"replay.times: {folder}: {why}")
     record = found.record
-    engine = (record.identity.engine or {}).get("name")
-    target = Path(str(record.identity.target.get("path", ""))).name
-    for name, wanted, seen in (
-        ("engine", manifest["engine"].get("name"), engine),
-        ("target", Path(manifest["target"]["name"]).name, target),
-    ):
-        if wanted != seen:
-            raise TaskError(f"replay.times: {record.id}: {name}: expected the capture's {wanted!r}, found {seen!r}")
     if record.verdict is None or record.verdict.outcome == "fail":
         reasons = "; ".join(record.verdict.reasons) if record.verdict else "no verdict"
         raise TaskError(f"replay.times: {record.id}: expected a run that did not fail, found {reasons}")
@@ -76,7 +119,51 @@ def load(folder: str, manifest: dict[str, Any]) -> Bench:
         raise TaskError(
             f"replay.times: {record.id}: measured while it was being captured: its times are not the engine's"
         )
-    return Bench(record, found.rows)
+    engine, identity = record.identity.engine or {}, record.identity
+    facts = {
+        "engine": engine.get("name"),
+        "engine version": engine.get("version"),
+        "target": Path(str(identity.target.get("path", ""))).name,
+        "draft": Path(str(identity.draft.get("path", ""))).name,
+        "K": identity.config.get("model", {}).get("block_size"),
+    }
+    return Bench(record, found.rows, facts)
+
+
+def differs(bench: Bench, asked: Asked) -> list[str]:
+    """What of a run is not the capture's."""
+    return [
+        f"{name}: expected the capture's {wanted!r}, found {bench.facts.get(name)!r}"
+        for name, wanted in asked.facts.items()
+        if bench.facts.get(name) != wanted
+    ]
+
+
+def arm_differs(bench: Bench, arm: str, asked: Asked) -> list[str]:
+    """What of an arm's requests is not as the capture's were."""
+    temperature, rows = bench.record.arms[arm].temperature, bench.answered(arm)
+    why = []
+    if asked.temperatures != frozenset([round(temperature, 6)]):
+        wanted = " and ".join(f"{each:g}" for each in sorted(asked.temperatures))
+        why.append(f"temperature: expected the capture's {wanted}, found {temperature:g}")
+    if asked.filters is not None:
+        why.append(f"top_k, top_p: expected the capture's {asked.filters}, found none")
+    own = {row.prompt_sha256 for row in rows}
+    shared, fewer = len(own & asked.prompts), min(len(own), len(asked.prompts))
+    if shared < SHARED * fewer or not fewer:
+        why.append(f"traffic: {shared} of its {len(own)} prompts are among the capture's {len(asked.prompts)}")
+    return why
+
+
+def usable(benches: Sequence[Bench], asked: Asked, name: str) -> None:
+    """Refuse runs that are to be measured in, where their engine, model or baseline's temperature is another."""
+    for bench in benches:
+        why = differs(bench, asked)
+        temperature = bench.record.arms[bench.baseline].temperature
+        if asked.temperatures != frozenset([round(temperature, 6)]):
+            why.append(f"temperature of {bench.baseline}: expected {sorted(asked.temperatures)}, found {temperature:g}")
+        if why:
+            raise TaskError(f"{name}: {bench.record.id}: {why[0]}")
 
 
 def fit(bench: Bench) -> Point:
@@ -114,14 +201,77 @@ def at(curve: Sequence[Point], batch: int) -> tuple[float, float, float] | None:
     return fixed, prompt, step
 
 
+def walls(rows: Sequence[Row], times: tuple[float, float, float], tokens_per_step: float) -> Array:
+    """Seconds of each of the baseline's answers `rows`, had every block given so many tokens."""
+    fixed, prompt, step = times
+    output = np.array([len(row.output_ids) for row in rows])
+    return fixed + prompt * np.array([row.prompt_tokens for row in rows]) + step * (output - 1) / tokens_per_step
+
+
 def tokens_per_second(
     rows: Sequence[Row], times: tuple[float, float, float], tokens_per_step: float, batch: int
 ) -> float:
-    """Of the baseline's answers `rows`, had every block given so many tokens."""
-    fixed, prompt, step = times
-    output = np.array([len(row.output_ids) for row in rows])
-    wall = fixed + prompt * np.array([row.prompt_tokens for row in rows]) + step * (output - 1) / tokens_per_step
-    return float(batch * output.sum() / wall.sum())
+    output = sum(len(row.output_ids) for row in rows)
+    return float(batch * output / walls(rows, times, tokens_per_step).sum())
+
+
+# -- what a step of each rule costs, against the baseline's
+
+
+def own_steps(bench: Bench, without: frozenset[str] = frozenset(), half: int | None = None) -> dict[str, float]:
+    """By policy key: time of its step over that of the baseline's, of arms that took turns. One fixed time and one per
+    prompt token for all arms. without: prompts left out. half: 0 or 1, of the prompts."""
+    arms = {
+        arm: [row for row in bench.answered(arm) if row.prompt_sha256 not in without and half in (None, half_of(row))]
+        for arm in bench.record.arms
+        if not arm.endswith("-again")
+    }
+    arms = {arm: rows for arm, rows in arms.items() if len(rows) >= FEWEST}
+    if bench.baseline not in arms:
+        return {}
+    order = list(arms)
+    terms = np.array(
+        [
+            [1.0, row.prompt_tokens, *(row.steps if each == arm else 0.0 for each in order)]
+            for arm, rows in arms.items()
+            for row in rows
+        ]
+    )
+    wall = np.array([row.wall_s for rows in arms.values() for row in rows])
+    scale = np.maximum(terms.mean(0), 1e-12)
+    solved, _ = nnls(terms / scale, wall)
+    steps = dict(zip(order, (solved / scale)[2:], strict=True))
+    base = steps[bench.baseline]
+    return {bench.record.arms[arm].policy_key: float(step / base) for arm, step in steps.items()} if base > 0 else {}
+
+
+def half_of(row: Row) -> int:
+    """Of two halves of the prompts, by what they are and not by their place: kinds of items alternate in a run."""
+    return int(row.prompt_sha256[:8] or "0", 16) % 2
+
+
+def _own(bench: Bench, key: str, costs: Sequence[Bench]) -> tuple[list[tuple[int | None, float]], str] | None:
+    """[(half of the prompts, or None: all; ratio for it)], and where it was measured."""
+    if costs:
+        mine = frozenset(row.prompt_sha256 for row in bench.rows)
+        for each in costs:
+            if each.batch == bench.batch and key in (found := own_steps(each, without=mine)):
+                return [(None, found[key])], each.record.id
+        return None
+    found_by_half = [own_steps(bench, half=1 - half) for half in (0, 1)]
+    if all(key in found for found in found_by_half):
+        return [(half, found_by_half[half][key]) for half in (0, 1)], "the prompts' other half"
+    return None
+
+
+def _own_tps(
+    bench: Bench, times: tuple[float, float, float], value: float, ratios: Sequence[tuple[int | None, float]]
+) -> float:
+    base, seconds = bench.answered(bench.baseline), 0.0
+    for half, ratio in ratios:
+        rows = [row for row in base if half in (None, half_of(row))]
+        seconds += float(walls(rows, (times[0], times[1], times[2] * ratio), value).sum()) if rows else 0.0
+    return bench.batch * sum(len(row.output_ids) for row in base) / seconds
 
 
 def _same(rows: Sequence[Row], base: Sequence[Row]) -> bool:
@@ -135,51 +285,81 @@ def live_tokens_per_step(rows: Sequence[Row]) -> float:
     return (sum(len(row.output_ids) for row in rows) - len(rows)) / sum(row.steps for row in rows)
 
 
-def predict(outcomes: Sequence[Outcome], times: Sequence[Bench], live: Sequence[Bench]) -> dict[str, Any]:
-    """The curve, a predicted TPS for every policy at the load of the first run, and the check against live arms."""
+def predict(
+    outcomes: Sequence[Outcome],
+    times: Sequence[Bench],
+    live: Sequence[Bench],
+    asked: Asked,
+    costs: Sequence[Bench] = (),
+) -> dict[str, Any]:
+    """The curve, a predicted TPS for every policy at the load of the first run, and the check against live arms.
+
+    An arm that is not as the capture's requests were is listed under `refused`, with the reason. costs: runs that a
+    rule's own step is measured in; none: halves of the live run.
+    """
+    usable(times, asked, "replay.times")
+    usable(costs, asked, "replay.costs")
     curve = [fit(bench) for bench in times]
     first = times[0]
     known = {outcome.policy.key: outcome for outcome in outcomes if (outcome.tokens_per_step or {}).get("all")}
-    predicted = {}
+    predicted, refused, checks = {}, [], []
     for outcome in known.values():
         value = (outcome.tokens_per_step["all"] or {})["value"]
         found = at(curve, first.batch)
         assert found is not None
         predicted[outcome.name] = tokens_per_second(first.answered(first.baseline), found, value, first.batch)
-    checks = []
     for bench in live:
+        unlike = differs(bench, asked)
         for arm, about in bench.record.arms.items():
             outcome_ = known.get(about.policy_key)
-            rows, found = bench.answered(arm), at(curve, bench.batch)
-            if outcome_ is None or not rows or arm.endswith("-again"):
+            if outcome_ is None or not bench.answered(arm) or arm.endswith("-again"):
                 continue
-            tps = (bench.record.summary.get("arms") or {}).get(arm, {}).get("tps")
-            value = (outcome_.tokens_per_step["all"] or {})["value"]
-            base = bench.answered(bench.baseline)
-            told = None if found is None else tokens_per_second(base, found, value, bench.batch)
-            seen = (tps or {}).get("value")
-            checks.append(
-                {
-                    "name": outcome_.name,
-                    "key": about.policy_key,
-                    "run": bench.record.id,
-                    "batch": bench.batch,
-                    "fitted": any(point.run == bench.record.id for point in curve) and _same(rows, base),
-                    "predicted_tps": told,
-                    "live_tps": tps,
-                    "error": None if told is None or not seen else told / seen - 1,
-                    "predicted_tokens_per_step": value,
-                    "live_tokens_per_step": live_tokens_per_step(rows),
-                }
-            )
-    errors = [abs(each["error"]) for each in checks if each["error"] is not None and not each["fitted"]]
+            if why := [*unlike, *arm_differs(bench, arm, asked)]:
+                refused.append({"name": outcome_.name, "run": bench.record.id, "arm": arm, "why": why})
+            else:
+                checks.append(_check(bench, arm, outcome_, curve, costs))
+    compared = [each for each in checks if not each["fitted"]]
     return {
         "curve": [asdict(point) for point in curve],
         "predicted_tps": predicted,
         "rows": checks,
-        "mean_abs_error": float(np.mean(errors)) if errors else None,
-        "notes": [note for bench in _once([*times, *live]) if (note := _inconclusive(bench.record))],
+        "refused": refused,
+        "mean_abs_error": _mean_abs(compared, "error"),
+        "mean_abs_error_own": _mean_abs(compared, "error_own"),
+        "notes": [note for bench in _once([*times, *live, *costs]) if (note := _inconclusive(bench.record))],
     }
+
+
+def _check(bench: Bench, arm: str, outcome: Outcome, curve: Sequence[Point], costs: Sequence[Bench]) -> dict[str, Any]:
+    """One arm beside what was predicted of it, with the baseline's step time and with its own."""
+    rows, base, found = bench.answered(arm), bench.answered(bench.baseline), at(curve, bench.batch)
+    tps = (bench.record.summary.get("arms") or {}).get(arm, {}).get("tps")
+    value, seen = (outcome.tokens_per_step["all"] or {})["value"], (tps or {}).get("value")
+    told = None if found is None else tokens_per_second(base, found, value, bench.batch)
+    fitted = any(point.run == bench.record.id for point in curve) and _same(rows, base)
+    own = None if found is None or fitted else _own(bench, outcome.policy.key, costs)
+    told_own = None if own is None or found is None else _own_tps(bench, found, value, own[0])
+    return {
+        "name": outcome.name,
+        "key": outcome.policy.key,
+        "run": bench.record.id,
+        "batch": bench.batch,
+        "fitted": fitted,
+        "predicted_tps": told,
+        "live_tps": tps,
+        "error": None if told is None or not seen else told / seen - 1,
+        "own_step": None if own is None else float(np.mean([ratio for _, ratio in own[0]])),
+        "own_from": None if own is None else own[1],
+        "predicted_own_tps": told_own,
+        "error_own": None if told_own is None or not seen else told_own / seen - 1,
+        "predicted_tokens_per_step": value,
+        "live_tokens_per_step": live_tokens_per_step(rows),
+    }
+
+
+def _mean_abs(checks: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    errors = [abs(each[name]) for each in checks if each[name] is not None]
+    return float(np.mean(errors)) if errors else None
 
 
 def _once(benches: Sequence[Bench]) -> list[Bench]:

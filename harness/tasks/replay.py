@@ -69,8 +69,11 @@ def run(config: Config) -> int:
         if not named:
             raise ConfigError("replay.policies: expected at least one policy, or a grid of asd_budgets, found none")
         baseline = _baseline(named, table)
-        benches = [predict.load(folder, capture.manifest) for folder in config.replay.times]
-        live = [predict.load(folder, capture.manifest) for folder in config.replay.live or ()] or benches
+        benches, costs = ([predict.load(each) for each in runs] for runs in (config.replay.times, config.replay.costs))
+        live = [predict.load(folder) for folder in config.replay.live or ()] or benches
+        asked = predict.asked(capture.manifest, capture.requests, table)
+        for name, found in (("times", benches), ("costs", costs)):
+            predict.usable(found, asked, f"replay.{name}")
         if config.replay.parquet:
             notes += _export(path)
     except CaptureError as error:
@@ -90,7 +93,7 @@ def run(config: Config) -> int:
         policies=[_entry(outcome, grid=i >= len(named) - len(_grid(config))) for i, outcome in enumerate(outcomes)],
         reproduced=again,
         pictures=pictures.numbers(table, masks),
-        prediction=predict.predict(outcomes, benches, live) if benches else None,
+        prediction=predict.predict(outcomes, benches, live, asked, costs) if benches else None,
         limits=[*LIMITS, _lengths(table), *_kind_limits(table), *_of_grid(len(_grid(config)))],
         notes=[*capture.notes, *notes, *([note] if note else [])],
         verdict=_verdict(again),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,10 +18,8 @@ from harness.engines.reference.capture import Capture
 from harness.engines.reference.engine import Request
 from harness.engines.reference.loading import Options, build
 from harness.engines.reference.sampling import Sampling, target_probs
-from harness.records import Row
-from harness.records.schema import Verdict
-from harness.replay import predict, reader, record, rules
-from harness.replay.estimate import Outcome, reproduced
+from harness.replay import reader, record, rules
+from harness.replay.estimate import reproduced
 from harness.replay.table import Table, select
 from harness.tasks import replay as task
 from harness.tasks.errors import TaskError
@@ -235,59 +232,6 @@ def test_another_model_of_the_same_tokenizer_is_refused(captured, tmp_path):
 def test_a_grid_that_makes_no_sense_is_one_line(captured, tmp_path, more, named):
     with pytest.raises(ConfigError, match=f"replay.*{named}"):
         run(captured[0], tmp_path, *more)
-
-
-def bench(steps, prompts, outputs, fixed, prompt, step, batch=1, arm="strict", key="strict"):
-    rows = [
-        Row(arm=arm, policy_key=key, order=n, item=str(n), task="math", prompt_sha256="", prompt_tokens=p, steps=s,
-            proposed=7 * s, output_ids=[1] * t, wall_s=fixed + prompt * p + step * s)
-        for n, (s, p, t) in enumerate(zip(steps, prompts, outputs, strict=True))
-    ]  # fmt: skip
-    total = sum(map(len, (row.output_ids for row in rows))) / sum(row.wall_s for row in rows)
-
-    class About:
-        verdict = Verdict("pass", [])
-        id, workload, arms = "run", {"concurrency": batch}, {arm: type("Arm", (), {"policy_key": key})}
-        summary = {"arms": {arm: {"tps": {"value": total, "low": None, "high": None}}}}
-
-    return predict.Bench(About, rows)
-
-
-def test_a_linear_engine_is_predicted_exactly():
-    rng = np.random.default_rng(0)
-    steps = rng.integers(5, 60, 40)
-    made = bench(steps.tolist(), rng.integers(50, 300, 40).tolist(), (4 * steps + 1).tolist(), 0.02, 1e-4, 6e-3)
-    point = predict.fit(made)
-    assert (point.fixed_s, point.per_prompt_token_s, point.per_step_s) == pytest.approx((0.02, 1e-4, 6e-3), rel=1e-6)
-    assert point.width == 8
-    outcome = Outcome("strict", Policy("strict"), "deterministic", tokens_per_step={"all": {"value": 4.0}})
-    found = predict.predict([outcome], [made], [made])
-    assert found["rows"][0]["error"] == pytest.approx(0, abs=1e-9)
-    assert found["rows"][0]["live_tokens_per_step"] == pytest.approx(4.0)
-    assert found["rows"][0]["fitted"] is True
-    assert found["mean_abs_error"] is None  # nothing but the row that was fitted
-    equal = Outcome("asd-b0", Policy("asd", budget=0.0), "deterministic", tokens_per_step={"all": {"value": 4.0}})
-    again = predict.Bench(made.record, made.rows + [msgspec.structs.replace(row, arm="asd-b0") for row in made.rows])
-    again.record.arms["asd-b0"] = type("Arm", (), {"policy_key": equal.policy.key})
-    again.record.summary["arms"]["asd-b0"] = again.record.summary["arms"]["strict"]
-    told = predict.predict([outcome, equal], [made], [again])
-    assert [row["fitted"] for row in told["rows"]] == [True, True]  # the same answers in the same steps
-    assert told["mean_abs_error"] is None
-    del again.record.arms["asd-b0"]
-    faster = Outcome("asd", ASD, "deterministic", tokens_per_step={"all": {"value": 8.0}})
-    output = 4 * steps + 1
-    wall = sum(row.wall_s for row in made.rows) - 6e-3 * steps.sum() / 2
-    predicted = predict.predict([outcome, faster], [made], [made])["predicted_tps"]
-    assert predicted["asd"] == pytest.approx(output.sum() / wall, rel=1e-6)
-
-
-def test_a_load_that_was_not_measured_is_not_predicted():
-    times = bench([10, 20, 30, 40, 50], [100, 90, 120, 70, 60], [41, 81, 121, 161, 201], 0.02, 1e-4, 6e-3)
-    live = bench([10], [100], [41], 0.02, 1e-4, 6e-3, batch=8)
-    outcome = Outcome("strict", Policy("strict"), "deterministic", tokens_per_step={"all": {"value": 4.0}})
-    (row,) = predict.predict([outcome], [times], [live])["rows"]
-    assert row["predicted_tps"] is None
-    assert row["error"] is None
 
 
 def test_an_engine_captures_only_where_it_is_told_to(monkeypatch, tmp_path):
