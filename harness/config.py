@@ -35,6 +35,7 @@ OWN = {  # fields of one task alone
     "calibrate": ("quantile", "items"),
 }
 UNARMED = "unarmed"  # the arm of an engine without our adapter
+AGAIN = "-again"  # ends the name of the arm that repeats the baseline's policy
 
 
 class ConfigError(ValueError):

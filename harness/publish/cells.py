@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness.config import AGAIN
 from harness.records.schema import Record
 from harness.stats import Estimate
 
@@ -20,7 +21,6 @@ ACCURACY = ("accuracy", "correct", "accuracy change", "accuracy change, 95 %", "
 TRIPLETS = "triplets kept"  # of a run in blocks: baseline, candidate, baseline
 BY_SERVER = "TPS change, by server"  # of a run whose arms have several
 BESIDE = "beside A/A"  # of a run with an arm that repeats the baseline's policy
-AGAIN = "-again"  # ends the name of the arm that repeats the baseline's policy
 MINUS = "\N{MINUS SIGN}"
 
 

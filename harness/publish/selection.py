@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.config import AGAIN
 from harness.publish.labels import asked, key
 from harness.records import Record, Row
 from harness.records.read import Loaded
@@ -20,7 +21,6 @@ from harness.stats import Estimate, pareto
 
 FIXED = ("strict", "chain", "asd-b0", "unarmed", "control")  # what candidates are compared with
 SMALL = 100  # items: with fewer a single flip moves accuracy by more than a per cent
-AGAIN = "-again"  # ends the name of the arm that repeats the baseline's policy
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from harness.config import AGAIN
 from harness.launch.cores import spelled
 from harness.publish import cells, charts, labels, parts, sections
 from harness.publish.parts import Cell, Link
 from harness.publish.sections import Published
 from harness.publish.selection import (
-    AGAIN,
     SMALL,
     Selection,
     Shown,
@@ -165,7 +165,7 @@ def _unit(text: str, unit: str) -> str:
 
 
 def series(arm: str) -> str:
-    return SERIES.get(arm.removesuffix("-again"), "other")
+    return SERIES.get(arm.removesuffix(AGAIN), "other")
 
 
 def _estimate(found: Mapping[str, Any] | None) -> Estimate | None:

@@ -31,7 +31,7 @@ import types
 
 MESSAGE_BYTES = 4 << 20
 LAZY = 10_000  # items of a range or an iterator: the judge, which no limit holds, may have to make them all
-VIEWS = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
+VIEWS: dict = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
 NOBODY = 65534
 
 

@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from adapters.arm import SAMPLED_REQUEST
 from adapters.policy import GREEDY_RULES, Policy
-from harness.config import UNARMED, Config, PolicyConfig, arm_policy, member
+from harness.config import AGAIN, UNARMED, Config, PolicyConfig, arm_policy, member
 from harness.records.schema import Arm, Record, Row
 from harness.tasks.limits import impossible, totals
 
 CACHED_SHARE = 0.5  # of repeated prompts that must be found in the prefix cache: it may drop some
 MIN_ACCEPTED = 0.1  # drafts per verify step: below it the draft is not this target's, whatever the counters say
-AGAIN = "-again"  # of the name of an arm that repeats the baseline's policy
 COUNTED = ("requests", "blocks", "drafts_verified", "relaxed")
 
 

@@ -19,17 +19,14 @@ from itertools import cycle, islice, zip_longest
 from harness.config import Config
 from harness.drive import drive
 from harness.engines.base import EngineClient
-from harness.publish.console import Bars, report
-from harness.publish.tables import write
+from harness.publish.console import Bars
 from harness.records import Row
 from harness.score import PARSER_VERSION
-from harness.tasks import STATUS
 from harness.tasks.arms import Plan, plan, rounds
 from harness.tasks.errors import TaskError
 from harness.tasks.schedule import TIMES, Block, answers, blocks
 from harness.tasks.scoring import code_runner, score_rows
-from harness.tasks.session import Session, session
-from harness.tasks.summary import judge, summarize
+from harness.tasks.session import Session, conclude, session
 from harness.traffic import Item
 
 WAVE = 8  # items of each replica between two checkpoints, for which all wait
@@ -56,17 +53,11 @@ def run(config: Config) -> int:
                 warm_up(this, served, count)
                 with this.counted(served):
                     measure(this, served) if count == 1 else measure_blocks(this, served, count)
-        record = this.run.record
         if config.task.fixed_tokens is None:  # an answer whose end was ignored is no answer
             with code_runner(config, this.traffic) as runner:
                 score_rows(this.traffic, this.run.rows, runner)
-        record.summary = summarize(record, this.run.rows)
-        record.gates, verdict = judge(record, this.run.rows)
-        this.run.finish("complete", verdict)
-    report(record, this.run.folder)
-    if config.sweep is None:  # a sweep writes the tables once
-        write(config.results)
-    return STATUS[verdict.outcome]
+        status = conclude(this)
+    return status
 
 
 def workload(config: Config, turns: Sequence[Sequence[Sequence[Plan]]], count: int) -> dict[str, object]:

@@ -21,13 +21,10 @@ from functools import partial
 from adapters.policy import GREEDY_RULES, Policy
 from harness.config import Config, PolicyConfig, member, settle_policy
 from harness.drive import drive
-from harness.publish.console import Bars, report
-from harness.publish.tables import write
-from harness.tasks import STATUS
+from harness.publish.console import Bars
 from harness.tasks.arms import Plan, by_server, named, plan
 from harness.tasks.errors import TaskError
-from harness.tasks.session import Session, session
-from harness.tasks.summary import judge, summarize
+from harness.tasks.session import Session, conclude, session
 from harness.traffic import Item
 
 CONTROL = "control"
@@ -61,13 +58,8 @@ def run(config: Config) -> int:
                         if asked and not this.stopped():
                             drive(partial(_ask, this, bars, part), asked, len(asked))
                             this.unit()
-        record.summary = summarize(record, this.run.rows)
-        record.gates, verdict = judge(record, this.run.rows)
-        this.run.finish("complete", verdict)
-    report(record, this.run.folder)
-    if config.sweep is None:  # a sweep writes the tables once
-        write(config.results)
-    return STATUS[verdict.outcome]
+        status = conclude(this)
+    return status
 
 
 def _candidate(policy: PolicyConfig) -> str:

@@ -22,12 +22,16 @@ from harness.engines.tokenizer import Tokenizer, TokenizerError
 from harness.interrupt import Interrupted
 from harness.launch import RunningEngine, preflight
 from harness.launch.shards import merge
+from harness.publish.console import report
+from harness.publish.tables import write
 from harness.records import Row, Run
 from harness.records.provenance import environment, identity
 from harness.records.run import CannotContinue, summed
+from harness.tasks import STATUS
 from harness.tasks.arms import Plan
 from harness.tasks.errors import TaskError
 from harness.tasks.serving import Counters, Serving, moves, serve, total
+from harness.tasks.summary import judge, summarize
 from harness.traffic import Item, Traffic, load
 from harness.traffic.chat import render
 
@@ -313,6 +317,18 @@ def session(
         if isinstance(error, CannotContinue):
             raise TaskError(str(error)) from None
         raise
+
+
+def conclude(this: Session) -> int:
+    """The end of a bench or gate whose rows are all there: record, terminal, tables. Its exit status."""
+    record, config = this.run.record, this.config
+    record.summary = summarize(record, this.run.rows)
+    record.gates, verdict = judge(record, this.run.rows)
+    this.run.finish("complete", verdict)
+    report(record, this.run.folder)
+    if config.sweep is None:  # a sweep writes the tables once
+        write(config.results)
+    return STATUS[verdict.outcome]
 
 
 def _opened(config: Config, traffic: Traffic, workload: dict[str, Any]) -> Run:

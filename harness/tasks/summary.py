@@ -13,10 +13,10 @@ import numpy as np
 from scipy.stats import fisher_exact
 
 from harness import stats
-from harness.config import UNARMED
+from harness.config import AGAIN, UNARMED
 from harness.records.schema import Record, Row, Verdict
 from harness.tasks import blocks, verdicts
-from harness.tasks.arms import AGAIN, Problem, policy_of, prove, prove_blocks, prove_replicas, prove_sampled, sharing
+from harness.tasks.arms import Problem, policy_of, prove, prove_blocks, prove_replicas, prove_sampled, sharing
 from harness.tasks.blocks import Timed
 from harness.tasks.limits import contradictions
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness import stats
+from harness.config import AGAIN
 from harness.records.schema import Record
-from harness.tasks.arms import AGAIN, Problem, policy_of
+from harness.tasks.arms import Problem, policy_of
 
 Interval = Callable[[float], stats.Estimate]  # of a change, by confidence
 
