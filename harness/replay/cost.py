@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.records.provenance import code, environment
 from harness.records.run import now, write_atomically
 from harness.stats import change
 
@@ -54,6 +53,7 @@ def measure(prompts: int, rounds: int, rows: float, command: Sequence[str]) -> C
     from harness.engines.reference.benchmark import PAIR, prompts_of, read_pair, request
     from harness.engines.reference.capture import Capture
     from harness.engines.reference.loading import Options, build, set_threads
+    from harness.records.provenance import code, environment
 
     target, draft_folder = PAIR / "tiny-qwen3", PAIR / "tiny-qwen3-dspark-block7"
     model, draft = read_pair(target, draft_folder, torch.float32, "cpu")
