@@ -262,6 +262,7 @@ def main() -> int:
             raise SystemExit(f"--cores: expected more than {args.cores * len(POLICIES)} cores, found {len(mask)}")
         os.sched_setaffinity(0, mask[args.cores * len(POLICIES) :])
     servers: list[Armed] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the file is whole then too, and no server is left
 
     def write() -> None:
         (args.out / ".new").write_text(json.dumps(report, indent=1))
@@ -306,7 +307,7 @@ def wait(servers: list[Armed], args: argparse.Namespace, report: dict) -> None:
             if server.ready():
                 report["ready_s"][server.name] = round(time.monotonic() - server.started, 1)
                 waiting.remove(server)
-        if time.monotonic() > deadline:
+        if waiting and time.monotonic() > deadline:
             raise RuntimeError(f"not ready: {', '.join(server.name for server in waiting)}")
         time.sleep(0.5)
 
