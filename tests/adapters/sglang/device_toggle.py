@@ -345,7 +345,7 @@ def launch(args, port: int, log: Path, folder: Path, cores: str = ""):
     try:
         return start(args, port, log)
     finally:
-        os.sched_setaffinity(0, mine - own)
+        os.sched_setaffinity(0, mine - own or mine)
 
 
 if __name__ == "__main__":
