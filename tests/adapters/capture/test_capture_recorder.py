@@ -303,7 +303,7 @@ KILLED = """
     from adapters.capture import Recorder, Settings, recorder
     from test_capture_recorder import ABOUT, K, V, steps
     recorder.SHARD_BLOCKS = 16
-    made = Recorder(Settings(Path(sys.argv[1]), rows=True), "test", K, V, ABOUT)
+    made = Recorder(Settings(Path(sys.argv[1]), rows=1.0), "test", K, V, ABOUT)
     numbers = [made.enter(f"r{n}", "chain") for n in range(6)]
     write = recorder._write_whole
     def killed_in_the_fourth(path, content):
@@ -389,20 +389,31 @@ def test_packed_columns_unpack():
             assert tuple(found[name].shape) == shapes(3, K, V)[name]
 
 
+def overwrite(blocks):
+    """What an engine's next step does to the buffers of this one."""
+    drawn = blocks.drawn
+    parts = (blocks.anchors, blocks.drafts, blocks.logits, blocks.top, blocks.bonus, blocks.live)
+    for tensor in (*parts, *(() if drawn is None else (drawn.p, drawn.q, drawn.coins))):
+        if tensor is not None:
+            tensor.zero_()
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_way_of_a_gpu_ends_in_the_same_columns(tmp_path, monkeypatch, seed):
-    """Without one: packing, pinned memory and its reuse, rows left out, on CPU tensors."""
+    """Without one: packing, pinned memory and its reuse, rows left out, buffers overwritten, on CPU tensors."""
     monkeypatch.setattr(recorder, "_pinned", lambda words: torch.full((words,), -1, dtype=torch.int32))
     monkeypatch.setattr(recorder, "_sent", lambda tensor, device: tensor.clone())
     monkeypatch.setattr(recorder, "_recorded", lambda: type("Event", (), {"synchronize": lambda self: None})())
     found = []
     for way in ("_on_cpu", "_on_device"):
-        made = Recorder(Settings(tmp_path / way, 0.6, True), "test", K, V, ABOUT)
+        made = Recorder(Settings(tmp_path / way, 0.6, 1.0), "test", K, V, ABOUT)
         monkeypatch.setattr(made, "_on_cpu", getattr(made, way))
         numbers = [made.enter(f"r{n}", "chain") for n in range(6)]
         for own, blocks in steps(seed, 6, 40):
             blocks.requests = [numbers[row] for row in own]
             made.add(blocks)
+            if way == "_on_device":
+                overwrite(blocks)
         made.close()
         assert (made.error, made.dropped) == (None, 0)
         found.append(reader.read(tmp_path / way, tuple(COLUMNS)).columns | reader.read_rows(made.folder, 0))
@@ -417,18 +428,21 @@ def test_a_gpu_captures_what_a_cpu_captures(tmp_path, monkeypatch):
         return value.cuda() if isinstance(value, torch.Tensor) else value
 
     monkeypatch.setattr(recorder, "SHARD_BLOCKS", 16)
-    found = []
+    found, stream = [], torch.cuda.Stream()
     for place in ("cpu", "gpu"):
-        made = Recorder(Settings(tmp_path / place, 0.6, True), "test", K, V, ABOUT)
+        made = Recorder(Settings(tmp_path / place, 0.6, 1.0), "test", K, V, ABOUT)
         numbers = [made.enter(f"r{n}", "chain") for n in range(6)]
         for own, blocks in steps(1, 6, 60):
             blocks.requests = [numbers[row] for row in own]
-            if place == "gpu":
-                for name in ("anchors", "drafts", "logits", "top", "bonus", "live"):
-                    setattr(blocks, name, on_gpu(getattr(blocks, name)))
-                if (d := blocks.drawn) is not None:
-                    blocks.drawn = Drawn(d.rows, d.p.cuda(), d.q.cuda(), d.coins.cuda())
-            made.add(blocks)
+            with torch.cuda.stream(stream), torch.inference_mode(len(blocks.steps) % 2 == 0):
+                if place == "gpu":
+                    for name in ("anchors", "drafts", "logits", "top", "bonus", "live"):
+                        setattr(blocks, name, on_gpu(getattr(blocks, name)))
+                    if (d := blocks.drawn) is not None:
+                        blocks.drawn = Drawn(d.rows, d.p.cuda(), d.q.cuda(), d.coins.cuda())
+                made.add(blocks)
+                if place == "gpu":
+                    overwrite(blocks)
         made.close()
         assert (made.error, made.dropped) == (None, 0)
         found.append((reader.read(tmp_path / place, tuple(COLUMNS)), reader.read_rows(made.folder, 0)))
