@@ -104,6 +104,28 @@ def test_a_step_beyond_the_end_is_void_and_a_retracted_request_ends(adapter, cap
     assert np.minimum(found.length + 1, found.cut).tolist() == [1, K + 1]
 
 
+def test_what_the_counters_tell_of_is_on_disk_and_health_checks_are_not_captured(adapter, captured):
+    worker, folder = captured
+    reqs = [request(rid, policy=STRICT, max_new_tokens=9) for rid in ("HEALTH_CHECK_1", "asked")]
+    seen = run(adapter, worker, reqs)
+    snapshot = adapter.records(lambda _: {}, worker)["specaccept"]
+    assert snapshot["capture"]["folder"] == "sglang-0"
+    found = reader.read(folder)  # not closed: an engine is killed
+    assert [info["rid"] for info in found.requests.values()] == ["asked"]
+    assert (found.closed, found.blocks, found.requests[0]["max_new_tokens"]) == (False, len(seen[1]), 9)
+    assert list(found.ends) == [0]
+
+
+@pytest.mark.parametrize("name", ["_verify_epilogue", "_sampling_accept_graph"])
+def test_an_accept_inside_a_graph_cannot_be_captured(adapter, monkeypatch, tmp_path, name):
+    monkeypatch.setenv("SPECACCEPT_CAPTURE", str(tmp_path))
+    worker = ToyWorker(K)
+    setattr(worker, name, object())
+    with pytest.raises(CaptureError, match=f"expected an accept outside the CUDA graphs, found {name}"):
+        adapter.worker_start(lambda *_: None, worker, server_args())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_capture_that_cannot_be_made_keeps_the_server_from_starting(adapter, monkeypatch):
     monkeypatch.setenv("SPECACCEPT_CAPTURE_RATE", "0.5")  # of nothing
     with pytest.raises(CaptureError, match="SPECACCEPT_CAPTURE_RATE"):
