@@ -1,8 +1,9 @@
 """What a capture costs the embedded engine: tokens/s with it over without, item by item in turn in one process.
 
-Both bounds are measured. Least: the engine's thread alone, the writer made to wait. Most: the writer's work too, in the
-same window, as if no core were free for it. What a server pays lies between. A pair is one prompt with and without,
-one right behind the other, so that the load of the machine is in both.
+Both bounds are measured. Least: the engine's thread alone, the writer's work done behind the window. Most: the CPU time
+of the writer added to the window, as if no core were free for it. What a server pays lies between. A pair is one prompt
+with and without, one right behind the other, so that the load of the machine is in both; how long a loaded machine lets
+the writer wait for a core is in neither.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def measure(prompts: int, rounds: int, rows: float, command: Sequence[str]) -> C
                     found, used = [time.perf_counter() - begin], [time.process_time() - spent]
                     if on:
                         capture.recorder.sync(60, whole=False)
-                        found.append(time.perf_counter() - begin)
                         used.append(time.process_time() - spent)
+                        found.append(found[0] + used[1] - used[0])
                     tokens[index] = len(done.output)
                     if turn >= 0:
                         seconds[turn, index, 1 if on else 0 :][: len(found)] = found
