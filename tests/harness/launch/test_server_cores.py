@@ -7,6 +7,7 @@ import sys
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from harness.config import ConfigError, load
 from harness.launch import LaunchError, cores, docker_container, launch, launch_all, preflight, process
 from harness.publish import labels, site
 from harness.records.read import read_all
+from harness.tasks import serving
 
 MINE = sorted(os.sched_getaffinity(0))
 TOLD = "import json, os; print(json.dumps(sorted(os.sched_getaffinity(0))), flush=True)"
@@ -163,6 +165,16 @@ def test_too_few_cores_for_the_servers_that_are_up_at_once(harness, tmp_path):
     assert status == 2
     assert f"launch.cores: expected {2 * len(MINE) + 1} cores (2 servers x {len(MINE)}, and one for the client)" in err
     assert read_all(tmp_path / "results") == []
+
+
+def test_a_run_that_is_continued_keeps_its_cores():
+    group = [SimpleNamespace(name="strict")]
+    one, beside = {"cores": [[0]]}, {"cores": [[4]], "servers": [{"arms": ["strict"], "cores": [[0]]}]}
+    for began in (one, beside):
+        serving._check_cores(began, SimpleNamespace(how={"cores": [[0]]}), group)
+        with pytest.raises(LaunchError, match=r"begun on \[\[0\]\], found \[\[1\]\]: resume=never starts another"):
+            serving._check_cores(began, SimpleNamespace(how={"cores": [[1]]}), group)
+    serving._check_cores({}, SimpleNamespace(how={}), group)
 
 
 def test_containers_get_theirs_by_cpuset(monkeypatch):
