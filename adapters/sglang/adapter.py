@@ -1,7 +1,7 @@
 """The hooks: what happens to a request between admission, prefill, verify steps and its response.
 
 One `Adapter` per process. Device side (`forward`, `accept`, `greedy`, `sampled`): runs on the engine's forward stream
-under CUDA graphs and overlap scheduling, so nothing in it may wait for the device. Host side (`result`, `stream`,
+under CUDA graphs and overlap scheduling, so nothing in it may wait for the device. Host side (`resolve`, `payload`,
 `meta`): runs when the engine has synchronised a step, and accounts for what the engine committed of it. A request
 without a policy, on a server without a default, passes every hook untouched.
 """
@@ -151,7 +151,8 @@ class Adapter:
         self.capture: Capture | None = None
         self.plain = False  # a batch whose rows are all native needs nothing of ours
         self.inner: list[tuple[Any, str, Any, Any]] = []  # where the hooks of the accept are: `place`
-        self.open: dict[State, weakref.ref] = {}  # requests that have not ended
+        self.spare: list[tuple[Any, str, Any, Any]] = []  # where the hook is that only a capture needs
+        self.open: dict[str, tuple[weakref.ref, State]] = {}  # requests that have not ended, by id
         self.open_limit = OPEN
         self.served: set[State] = set()  # those of them that the engine's own accept does not serve
         self.policies: dict[str, Policy] = {}  # requests share a few: by the JSON they came as
@@ -204,7 +205,9 @@ class Adapter:
                 if len(self.open) >= self.open_limit:
                     self.book()
                     self.open_limit = max(OPEN, 2 * len(self.open))
-                self.open[state] = weakref.ref(req)
+                if req.rid in self.open:  # dropped by the engine, and its id used again
+                    self.settle(self.open[req.rid][1])
+                self.open[req.rid] = (weakref.ref(req), state)
                 if not state.native:
                     self.served.add(state)
         return req.__dict__[STATE]
@@ -256,8 +259,7 @@ class Adapter:
 
     def place(self, hooked: bool) -> None:
         """Put the hooks of the accept in, or the engine's own functions: they are needed in a step under policies."""
-        for owner, name, hook, own in self.inner:
-            setattr(owner, name, hook if hooked else own)
+        put(self.inner, hooked)
 
     def prefill(self, reqs: Sequence[Any], slots: Tensor) -> None:
         """Write the ledger rows of a prefill batch. A first chunk and a later one, a fresh request and a retracted one
@@ -435,32 +437,44 @@ class Adapter:
         assert self.worker is not None
         return self.worker.drafts
 
-    def result(
-        self, original: Callable, processor: Any, req: Any, batch: Any, result: Any, i: int, logits_output: Any
-    ) -> None:
-        """Once per row the engine did not discard, after its stop conditions have cut the output.
+    def resolve(self, original: Callable, processor: Any, result: Any, batch: Any) -> Any:
+        """Around the engine's own look at a step's lengths, once they are on the host: a note per request, no more.
 
-        No more than a note of the step: `settle` counts it when the request ends or somebody reads the counters.
+        `settle` counts it when the request ends or somebody reads the counters. What the engine skips is skipped.
         """
-        state = req.__dict__.get(STATE)
-        if state is not None:
-            state.lengths.append(result.num_correct_drafts_per_req_cpu[i])
-            if result.cap_lens is not None:
-                state.lives += [self.drafts] * (len(state.lengths) - state.booked - 1 - len(state.lives))
-                state.lives.append(int(result.cap_lens[i]) - 1)
-            if state.walks:
-                bits, stop = result.specaccept.rows
-                if bits[i]:
-                    state.relaxations.append((len(state.lengths), bits[i], result.specaccept.charges(i)))
-                if stop[i] == BUDGET:
-                    state.drained.append(len(state.lengths))
-            if state.rejections is not None:
-                state.rejected.append((len(state.lengths), float(result.specaccept_rejected[i])))
-            if req.finished():
-                self.settle(state, len(req.output_ids_through_stop))
+        tokens = original(processor, result, batch)
+        if not self.open:
+            return tokens
+        lengths = result.num_correct_drafts_per_req_cpu
+        for i, req in enumerate(batch.reqs):
+            state = req.__dict__.get(STATE)
+            if state is None or req.is_retracted or req.finished():
+                continue
+            state.lengths.append(lengths[i])
+            if not state.native or result.cap_lens is not None:
+                self._note(state, result, i)
+        return tokens
+
+    def _note(self, state: State, result: Any, i: int) -> None:
+        """What a step says beside its length, of row i."""
+        step = len(state.lengths)
+        if result.cap_lens is not None:
+            state.lives += [self.drafts] * (step - state.booked - 1 - len(state.lives))
+            state.lives.append(int(result.cap_lens[i]) - 1)
+        if state.walks:
+            bits, stop = result.specaccept.rows
+            if bits[i]:
+                state.relaxations.append((step, bits[i], result.specaccept.charges(i)))
+            if stop[i] == BUDGET:
+                state.drained.append(step)
+        if state.rejections is not None:
+            state.rejected.append((step, float(result.specaccept_rejected[i])))
+
+    def result(self, original: Callable, processor: Any, req: Any, *args: Any) -> None:
+        """Once per row the engine did not discard, after its stop conditions have cut the output. For a capture."""
         if self.capture is not None:
             self.capture.settle(req, len(req.output_ids_through_stop))
-        original(processor, req, batch, result, i, logits_output)
+        original(processor, req, *args)
 
     def settle(self, state: State, outputs: int | None = None) -> None:
         """Book the steps of a request that are not in the counters yet.
@@ -512,36 +526,33 @@ class Adapter:
 
     def book(self) -> None:
         """Bring the counters up to the last step of every request that runs; forget those that the engine dropped."""
-        for state in self.open:
+        for _, state in self.open.values():
             self.settle(state)
-        self.open = {state: req for state, req in self.open.items() if req() is not None}
-        self.served &= self.open.keys()
+        self.open = {rid: (req, state) for rid, (req, state) in self.open.items() if req() is not None}
+        self.served &= {state for _, state in self.open.values()}
 
-    def stream(self, original: Callable, accumulator: Any, *, req: Any) -> None:
-        """Beside the row the engine adds for a request with news: its statistics, once it has finished."""
-        before = len(accumulator.rids)
-        original(accumulator, req=req)
-        rows = len(accumulator.rids)
-        if rows == before:
-            return
-        state = req.__dict__.get(STATE)
-        done = state is not None and req.finished()
-        if done:
-            self.settle(state, len(req.output_ids_through_stop))  # where it ended without a verify step
-            self.open.pop(state, None)
-            self.served.discard(state)
-        values = accumulator.customized_info.get(CUSTOM_PARAM)
-        if values is None and not done:
-            return
-        values = accumulator.customized_info.setdefault(CUSTOM_PARAM, [])
-        del values[rows - 1 :]  # what the engine padded: it takes this for one value per token
-        values += [[] for _ in range(rows - 1 - len(values))]
-        values.append([state.summary()] if done else [])
-        if done:
-            counters = self.telemetry.of(state.policy)
-            counters.requests += 1
-            if state.fallback is not None:
-                counters.fall_back(state.fallback)
+    def payload(self, original: Callable, accumulator: Any, **kwargs: Any) -> Any:
+        """Around what the scheduler sends of a step: beside the rows of finished requests, their statistics."""
+        if accumulator.rids and self.open:
+            self._answer(accumulator)
+        return original(accumulator, **kwargs)
+
+    def _answer(self, accumulator: Any) -> None:
+        values: list[list] = [[] for _ in accumulator.rids]
+        for row, (rid, reason) in enumerate(zip(accumulator.rids, accumulator.finished_reasons, strict=True)):
+            if reason is not None and rid in self.open:
+                made, state = self.open.pop(rid)
+                req = made()
+                assert req is not None  # the batch holds it
+                self.settle(state, len(req.output_ids_through_stop))
+                self.served.discard(state)
+                counters = self.telemetry.of(state.policy)
+                counters.requests += 1
+                if state.fallback is not None:
+                    counters.fall_back(state.fallback)
+                values[row] = [state.summary()]
+        if any(values):
+            accumulator.customized_info[CUSTOM_PARAM] = values
 
     def meta(self, original: Callable, manager: Any, meta_info: dict, recv_obj: Any, i: int) -> None:
         """Tokenizer process, a finished request: the list the engine accumulated becomes the one object in it."""
@@ -607,7 +618,7 @@ class Adapter:
 
     def arm(self, worker: Any, server_args: Any) -> None:
         """Check the hooks where they must be, what this server can serve, and the accept itself on a toy block."""
-        self.place(True)
+        put(self.inner + self.spare, True)
         self.plain = False
         for name, path in seams.check(self.version).items():
             if name in HOOKS and not is_hooked(path, HOOKS[name]):
@@ -639,7 +650,8 @@ class Adapter:
         self.telemetry.armed = True
         self.plain = self.capture is None and self.arming.verify_cap is None
         self.inner = bindings(self.version, INNER)
-        self.place(False)
+        self.spare = bindings(self.version, SPARE) if self.capture is None else []
+        put(self.inner + self.spare, False)
 
     def probe(self) -> None:
         """Drive the engine's own greedy accept: the second draft misses by 1 nat, once with budget 2, once with 0."""
@@ -689,8 +701,9 @@ HOOKS = {
     "forward": "forward",
     "records": "records",
     "clear": "clear",
+    "resolve": "resolve",
     "result": "result",
-    "stream": "stream",
+    "payload": "payload",
     "admit": "admit",
     "scheduler": "scheduler_start",
     "params": "params",
@@ -700,6 +713,14 @@ HOOKS = {
 
 # Those that only a step under policies needs.
 INNER = ("accept", "greedy", "sampled")
+# And what only a capture needs.
+SPARE = ("result",)
+
+
+def put(places: Sequence[tuple[Any, str, Any, Any]], hooked: bool) -> None:
+    """At each of `bindings`, the hook or the engine's own function."""
+    for owner, name, hook, own in places:
+        setattr(owner, name, hook if hooked else own)
 
 
 def bindings(version: str, names: Sequence[str]) -> list[tuple[Any, str, Any, Any]]:

@@ -83,10 +83,15 @@ _TABLE: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
         "_handle_finish_state_updated_req",
         {"0.5.16": "self req batch result i logits_output"},
     ),
-    "stream": (
+    "resolve": (
+        {"0.5.16": f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"},
+        "_resolve_spec_v2_tokens",
+        {"0.5.16": "self result batch"},
+    ),
+    "payload": (
         {"0.5.16": f"{_MANAGERS}.scheduler_components.output_streamer._GenerationStreamAccumulator"},
-        "accept",
-        {"0.5.16": "self req"},
+        "to_payload",
+        {"0.5.16": "self dp_rank is_idle_batch"},
     ),
     "admit": (
         {"0.5.16": "sglang.srt.speculative.dflash_utils"},

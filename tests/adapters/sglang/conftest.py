@@ -72,6 +72,7 @@ def arm_plugin(site):
 def adapter(armed, monkeypatch):
     """That adapter as a process starts with it: no default policy, no worker, empty ledger and counters."""
     from adapters.arm import Arming
+    from adapters.sglang.adapter import put
     from adapters.telemetry import Telemetry
 
     monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: types.SimpleNamespace(world_size=1))
@@ -79,7 +80,7 @@ def adapter(armed, monkeypatch):
     armed.telemetry = Telemetry("sglang", "sglang", armed.version)
     armed.worker = armed.ledger = armed.step = armed.differences = None
     armed.open, armed.served, armed.policies, armed.plain = {}, set(), {}, False
-    armed.place(True)
+    put(armed.inner + armed.spare, True)
     armed.refused, armed.caps, armed.native_sampled = {}, {}, "chain"
     return armed
 

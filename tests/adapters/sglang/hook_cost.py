@@ -10,6 +10,7 @@ folder whose `adapters` is measured. Prints JSON. `host_cost.py` counts the same
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -38,10 +39,9 @@ def main() -> int:
     args = parser.parse_args()
     os.environ.setdefault("TRITON_INTERPRET", "0")
     sys.path[:0] = [str(HERE), args.root]
+    conftest = importlib.import_module("conftest")  # whose stubs come before the engine
     import sglang
     import torch
-
-    import conftest
 
     torch.set_num_threads(1)
     adapter = conftest.arm_plugin(Path(tempfile.mkdtemp()))
@@ -74,17 +74,20 @@ def measure(adapter, worker, toggle, policy, rows: int, steps: int) -> dict:
     prefilled(worker, reqs, slots)
     batch = decode(reqs, slots, *blocks(0, rows, K, V))
 
-    def nothing(processor, req, batch, result, i, logits_output):
+    def nothing(*args, **kwargs):
         return None
 
-    def hooked(*args, **kwargs):  # as the registry wraps a hook
-        return adapter.result(nothing, *args, **kwargs)
+    def through(method):  # as the registry wraps a hook
+        return lambda *args, **kwargs: method(nothing, *args, **kwargs)
+
+    sides = {True: [through(adapter.resolve), through(adapter.payload)], False: [nothing, nothing]}
+    sent = SimpleNamespace(rids=[])
 
     def step(on: bool) -> None:
         result = worker.forward_batch_generation(batch)
-        handle = hooked if on else nothing
-        for i, req in enumerate(reqs):
-            handle(None, req, batch, result, i, None)
+        resolve, payload = sides[on]
+        resolve(None, result, batch)
+        payload(sent, dp_rank=0, is_idle_batch=False)
 
     added, dispatches = alternate(toggle, step, steps)
     prefill = extend(reqs, slots)

@@ -132,9 +132,7 @@ def one(policy: dict | None, rows: int, steps: int) -> dict:
 
     def step():
         result = adapter.forward(worker, None, batch)
-        for i, req in enumerate(reqs):
-            req.output_ids_through_stop.extend((0, 0, 0, 0))
-            adapter.result(nothing, None, req, batch, result, i, None)
+        adapter.resolve(nothing, None, result, batch)
 
     def prefill():
         adapter.forward(lambda *a: None, None, batch)
@@ -194,7 +192,7 @@ class Request(SimpleNamespace):
 
 def request(rid: str, custom: dict | None) -> SimpleNamespace:
     params = SimpleNamespace(top_k=1, temperature=0.0, custom_params=custom)
-    own = {"output_ids": [], "output_ids_through_stop": [7], "finished": lambda: False, "custom_logit_processor": None}
+    own = {"output_ids": [], "is_retracted": False, "finished": lambda: False, "custom_logit_processor": None}
     return Request(rid=rid, to_finish=None, sampling_params=params, **own)
 
 

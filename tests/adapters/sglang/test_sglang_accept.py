@@ -133,8 +133,8 @@ def test_a_batch_without_a_budget_costs_the_device_nothing(adapter, worker, poli
             batch = decode(reqs, slots, drafts, logits)
             with Dispatched() as mode:
                 result = worker.forward_batch_generation(batch)
-                for row, req in enumerate(reqs if hooked else ()):
-                    adapter.result(lambda *_a: None, None, req, batch, result, row, None)
+                if hooked:
+                    adapter.resolve(lambda *_a: None, None, result, batch)
             seen.append(mode.seen)
     finally:
         toggle.set(True)
@@ -217,7 +217,7 @@ def test_retraction_keeps_what_committed_tokens_cost_and_drops_what_was_discarde
     prefilled(worker, [req], [1])
     result = worker.forward_batch_generation(decode([req], [1], *one_relaxed(1.0)))
     req.output_ids.extend(result.next_token_ids[: K + 1].tolist())
-    adapter.result(lambda *a: None, None, req, None, result, 0, None)
+    adapter.resolve(lambda *a: None, None, result, SimpleNamespace(reqs=[req]))
     step(worker, req, 1)  # in flight while the request is retracted: the engine discards its tokens
     assert float(adapter.ledger.spent[1]) == 2.0
     prefilled(worker, [req], [9])  # prefilled again, in another slot, with its output

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -27,13 +28,21 @@ def ignore(*_args, **_kwargs):
     """Stands for the engine's own part of a step, which frees caches that a toy has none of."""
 
 
+def noted(adapter, req, result, row) -> None:
+    """The step's lengths are on the host: row `row` of it is this request, the others are nobody's."""
+    adapter.resolve(ignore, None, result, SimpleNamespace(reqs=[SimpleNamespace()] * row + [req]))
+
+
 def commit(adapter, req, result, row) -> list[int]:
     """What SchedulerBatchResultProcessor does with one row: append, find the stop, hand over."""
     width = K + 1
+    noted(adapter, req, result, row)
     ids = result.next_token_ids[row * width :][: result.num_correct_drafts_per_req_cpu[row] + 1].tolist()
     req.output_ids.extend(ids)
     req.update_finish_state(len(ids))
     adapter.result(ignore, None, req, None, result, row, None)
+    if req.finished() and (state := getattr(req, "_specaccept", None)) is not None:
+        adapter.settle(state, len(req.output_ids_through_stop))  # as with its last payload: twice is once
     return ids
 
 
@@ -168,6 +177,29 @@ def test_who_reads_the_counters_in_between_changes_nothing(adapter, worker, poli
     assert policy == WIDE or any(state["rejections"] for state in first)
 
 
+def test_the_engines_own_look_at_a_step_is_where_lengths_are_noted(adapter, worker):
+    reqs = [request(f"r{i}", policy=p, max_new_tokens=9) for i, p in enumerate((STRICT, None, WIDE, B0, STRICT))]
+    prefilled(worker, reqs, [1, 2, 3, 4, 5])
+    for req in reqs:
+        req.kv = SimpleNamespace(kv_committed_len=0)
+    reqs[3].is_retracted, reqs[4].finished_reason = True, "stop"  # steps in flight that the engine drops
+    drafts, logits = blocks(5, 5, K, V)
+    result = worker.forward_batch_generation(decode(reqs, [1, 2, 3, 4, 5], drafts, logits))
+    result.accept_lens, result.num_correct_drafts_per_req_cpu = result.outs.commit_lens, None
+    result.speculative_num_draft_tokens, result.num_non_draft_tokens_per_req = K + 1, 1
+    result.block_accept_lens, result.speculative_output_stride = None, K + 1
+    own = SimpleNamespace(
+        model_worker=SimpleNamespace(on_verify_complete_cpu=ignore),
+        metrics_reporter=SimpleNamespace(snapshot_spec_decode_metrics=ignore),
+        advance_grammar_fsm=ignore,
+    )
+    tokens = SchedulerBatchResultProcessor._resolve_spec_v2_tokens(own, result, SimpleNamespace(reqs=reqs))
+    accepted = result.outs.correct_len.tolist()
+    assert [len(ids) - 1 for ids in tokens] == accepted
+    assert [reqs[i]._specaccept.lengths for i in (0, 2, 3, 4)] == [[accepted[0]], [accepted[2]], [], []]
+    assert [r.spec_verify_ct for r in reqs] == [1, 1, 1, 0, 0]  # as the engine itself counts
+
+
 def test_steps_of_a_request_that_vanished_are_counted_and_the_request_forgotten(adapter, worker):
     policies = [STRICT, WIDE]
     reqs = [request(f"r{i}", policy=p) for i, p in enumerate(policies)]
@@ -181,7 +213,7 @@ def test_steps_of_a_request_that_vanished_are_counted_and_the_request_forgotten(
     del reqs, req, result
     late = request("late", policy=B0)
     prefilled(worker, [late], [3])
-    assert [state.policy for state in adapter.open] == [B0]
+    assert list(adapter.open) == ["late"]
     assert adapter.telemetry.counters["strict"].blocks == adapter.telemetry.counters[WIDE.key].blocks == 1
     assert adapter.open_limit == OPEN
 
@@ -230,6 +262,7 @@ def test_a_finished_request_reports_its_policy_and_what_it_did(adapter, worker):
     for req in reqs:
         req.stream = req.rid == "going"
         acc.accept(req=req)
+    acc.to_payload(dp_rank=0, is_idle_batch=False)
     assert acc.rids == ["plain", "wide", "strict", "going"]
     assert [len(v) for v in acc.customized_info.values()] == [4, 4]
     assert respond(adapter, acc, 0) == {"other": list(range(9))}
@@ -259,6 +292,7 @@ def test_a_request_that_ends_at_its_first_id_is_counted_too(adapter, worker):
     req.update_finish_state()
     acc = accumulator()
     acc.accept(req=req)
+    acc.to_payload(dp_rank=0, is_idle_batch=False)
     assert respond(adapter, acc, 0)["specaccept"]["relaxed"] == 0
     assert adapter.telemetry.counters[WIDE.key].requests == 1
 
@@ -271,6 +305,7 @@ def test_a_rule_for_the_other_kind_of_request_falls_back_and_says_so(adapter, wo
     for req in (sampled, greedy):
         req.update_finish_state()
         acc.accept(req=req)
+    acc.to_payload(dp_rank=0, is_idle_batch=False)
     answers = [respond(adapter, acc, row)["specaccept"] for row in (0, 1)]
     assert [(a["policy"], a["asked"]) for a in answers] == [("chain", WIDE.key), ("strict", "block")]
     assert adapter.telemetry.counters[WIDE.key].fallbacks == {SAMPLED_REQUEST: 1}

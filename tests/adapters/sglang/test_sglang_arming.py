@@ -46,10 +46,10 @@ def test_a_parameter_list_that_changed_is_refused_by_name(adapter, monkeypatch, 
 
 
 def test_a_name_that_is_gone_is_refused_by_name(adapter, monkeypatch):
-    path = seams.expected(sglang.__version__)["stream"][0]
+    path = seams.expected(sglang.__version__)["payload"][0]
     owner, _, attribute = path.rpartition(".")
     monkeypatch.delattr(seams.resolve(owner), attribute)
-    with pytest.raises(Refused, match=r"_GenerationStreamAccumulator\.accept: expected a callable"):
+    with pytest.raises(Refused, match=r"_GenerationStreamAccumulator\.to_payload: expected a callable"):
         seams.check(sglang.__version__)
 
 
@@ -60,12 +60,12 @@ def test_another_release_is_refused(version):
 
 
 def test_a_hook_that_was_not_applied_keeps_the_worker_from_starting(adapter, monkeypatch):
-    path = seams.expected(sglang.__version__)["result"][0]
+    path = seams.expected(sglang.__version__)["resolve"][0]
     owner, _, attribute = path.rpartition(".")
     wrapper = getattr(seams.resolve(owner), attribute)
     monkeypatch.setattr(seams.resolve(owner), attribute, wrapper.__wrapped__)
     adapter.arming = Arming(default=WIDE)
-    with pytest.raises(Refused, match="_handle_finish_state_updated_req: expected the hook result"):
+    with pytest.raises(Refused, match="_resolve_spec_v2_tokens: expected the hook resolve"):
         adapter.worker_start(lambda *a: None, ToyWorker(5), server_args())
     assert not adapter.telemetry.armed
 

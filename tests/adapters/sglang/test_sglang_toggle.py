@@ -12,7 +12,7 @@ from toy_engine import blocks, decode, prefilled, request
 
 from adapters.policy import Policy
 from adapters.sglang import seams
-from adapters.sglang.adapter import HOOKS, INNER, is_hooked
+from adapters.sglang.adapter import HOOKS, INNER, SPARE, is_hooked
 
 
 def test_off_and_on_again(adapter, worker):
@@ -30,11 +30,11 @@ def test_off_and_on_again(adapter, worker):
         worker.forward_batch_generation(decode([req], [1], drafts, logits))
         assert not hasattr(req, "_specaccept")  # no hook of the adapter saw it
         toggle.serve(["on-2"])
-        assert {name for name, path in paths.items() if not is_hooked(path, HOOKS[name])} == set(INNER)
+        assert {name for name, path in paths.items() if not is_hooked(path, HOOKS[name])} == set(INNER + SPARE)
         toggle.serve("off-3")
     finally:
         toggle.serve("on-4")
-    assert {name for name, path in paths.items() if not is_hooked(path, HOOKS[name])} == set(INNER)
+    assert {name for name, path in paths.items() if not is_hooked(path, HOOKS[name])} == set(INNER + SPARE)
 
 
 def test_a_flipped_request_changes_sides_on_its_way_and_leaves_its_times(adapter, worker, monkeypatch, tmp_path):

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from adapters.sglang.adapter import HOOKS, INNER, bindings
+from adapters.sglang.adapter import HOOKS, INNER, SPARE, bindings
 
 OUT = "SPECACCEPT_TOGGLE_OUT"
 ONCE = ("worker", "scheduler", "records", "clear")
-TAKEN = [name for name in HOOKS if name not in ONCE + INNER]  # the adapter itself takes INNER out between its steps
+TAKEN = [name for name in HOOKS if name not in ONCE + INNER + SPARE]  # the adapter itself takes those out
 ORDER = (True, False, False, True)
 MANAGERS = "sglang.srt.managers"
 CONTROLS = {  # what the engine calls once per request, and once per step
