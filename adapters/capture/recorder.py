@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,23 +97,25 @@ class Blocks:
 
 @dataclass(slots=True)
 class _Step:
-    """A step on its way to the writer: host lists, and tensors of the device or, packed, of pinned memory.
+    """A step on its way to the writer. size: bytes that it holds. blocks: of a CPU, as they came; else its captured
+    rows: host lists, and tensors, those of a device packed in pinned memory.
 
     full: its rows with full rows. drawn: its rows with drafts drawn from q. layout: of the packed columns, and of those
     of the drawn rows: name and width; steps of one layout are unpacked together.
     """
 
-    host: dict[str, Sequence[Any]]
-    tensors: dict[str, Tensor]
-    full: Sequence[int]
-    drawn: Sequence[int]
     size: int
+    blocks: Blocks | None
+    host: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    full: Sequence[int] = ()
+    drawn: Sequence[int] = ()
     layout: tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]] = ((), ())
     event: Any = None
     pinned: Sequence[Tensor] = ()
 
     def __len__(self) -> int:
-        return len(self.host["request"])
+        return len(self.host["request"]) if self.blocks is None else len(self.blocks.requests)
 
 
 class Recorder:
@@ -143,7 +145,8 @@ class Recorder:
         self._asks: deque[tuple[threading.Event, bool]] = deque()  # of those who wait; whether for the disk
         self._queue: deque[_Step] = deque()
         self._added = self._taken = 0  # bytes; each is written by one thread alone
-        self._pool, self._scratch = _Pool(settings.queue_mb << 20), stats.Scratch()
+        self._room = settings.queue_mb << 20
+        self._pool, self._scratch = _Pool(self._room), stats.Scratch()
         self._wake, self._stopping = threading.Event(), False
         self._open: list[dict[str, Tensor]] = []
         self._open_rows: list[dict[str, Tensor]] = []
@@ -186,46 +189,54 @@ class Recorder:
 
     def add(self, blocks: Blocks) -> None:
         """One step's blocks. Copies and returns; with the queue full, counts them as dropped and returns."""
-        if min(blocks.requests, default=-1) < 0 or blocks.drawn is not None:
-            keep = [i for i, number in enumerate(blocks.requests) if number >= 0]
-            if not keep:
-                return
-            blocks = _selected(blocks, keep)
-        step = None
-        if self.error is None:
-            if self._stopping:
-                return
-            if not self.vocabulary:
-                self.vocabulary = blocks.logits.shape[2]
-            full = [i for i, number in enumerate(blocks.requests) if number in self._full] if self._full else ()
-            step = self._on_device(blocks, full) if blocks.logits.is_cuda else self._on_cpu(blocks, full)
+        if max(blocks.requests, default=-1) < 0 or (self._stopping and self.error is None):
+            return
+        if not self.vocabulary:
+            self.vocabulary = blocks.logits.shape[2]
+        logits = blocks.logits
+        step = None if self.error is not None else self._on_device(blocks) if logits.is_cuda else self._on_cpu(blocks)
         if step is None:
-            self.dropped += len(blocks.requests)
+            self.dropped += sum(number >= 0 for number in blocks.requests)
             return
         self._added += step.size
         self._queue.append(step)
-        if len(self._queue) >= WAKE_STEPS or (self._added - self._taken) * WAKE_SHARE >= self.settings.queue_mb << 20:
+        if len(self._queue) >= WAKE_STEPS or (self._added - self._taken) * WAKE_SHARE >= self._room:
             self._wake.set()
 
-    def _on_cpu(self, blocks: Blocks, full: Sequence[int]) -> _Step | None:
-        """The tensors as they are; the statistics are the writer's work."""
-        drawn = blocks.drawn
-        size = blocks.logits.nbytes + (0 if drawn is None else drawn.p.nbytes + drawn.q.nbytes)
-        if self._added - self._taken + size > self.settings.queue_mb << 20:
+    def _on_cpu(self, blocks: Blocks) -> _Step | None:
+        """As it is: the writer's work. Between two steps of a model no code of ours is in a cache, so little is run."""
+        size, drawn = blocks.logits.nbytes, blocks.drawn
+        if drawn is not None:
+            size += drawn.p.nbytes + drawn.q.nbytes
+        if self._added - self._taken + size > self._room:
             return None
-        host = self._host(blocks, {}, full)
+        for name in ("length", "bonus"):  # an engine's buffers: written again by its next step
+            if isinstance(value := getattr(blocks, name), Tensor):
+                setattr(blocks, name, value.tolist())
+        return _Step(size, blocks)
+
+    def _lists(self, blocks: Blocks) -> _Step:
+        """A step of the CPU, in the writer: the captured rows of it."""
+        blocks, full = self._captured(blocks)
+        drawn = blocks.drawn
         tensors = {"logits": blocks.logits, "drafts": blocks.drafts, "top": blocks.top, "anchors": blocks.anchors}
         if blocks.live is not None:
             tensors["live"] = blocks.live
-        if drawn is None:
-            return _Step(host, tensors, full, (), size)
-        tensors |= {"p": drawn.p, "q": drawn.q}
-        if drawn.coins is not None:
-            tensors["coin"] = drawn.coins
-        return _Step(host, tensors, full, drawn.rows, size)
+        if drawn is not None:
+            tensors |= {"p": drawn.p, "q": drawn.q} | ({} if drawn.coins is None else {"coin": drawn.coins})
+        host = self._host(blocks, {}, full)
+        return _Step(0, None, host, tensors, full, () if drawn is None else drawn.rows)
 
-    def _on_device(self, blocks: Blocks, full: Sequence[int]) -> _Step | None:
+    def _captured(self, blocks: Blocks) -> tuple[Blocks, Sequence[int]]:
+        """The blocks of requests that are captured, and which of them keep full rows."""
+        keep = [i for i, number in enumerate(blocks.requests) if number >= 0]
+        if len(keep) < len(blocks.requests) or blocks.drawn is not None:
+            blocks = _selected(blocks, keep)
+        return blocks, [i for i, number in enumerate(blocks.requests) if number in self._full]
+
+    def _on_device(self, blocks: Blocks) -> _Step | None:
         """Statistics behind the engine's own kernels, then copies into pinned memory and an event. Nothing waits."""
+        blocks, full = self._captured(blocks)
         n, drawn = len(blocks.requests), blocks.drawn
         tensors: dict[str, Tensor] = {"anchors": blocks.anchors}
         host = self._host(blocks, tensors, full)
@@ -255,7 +266,7 @@ class Recorder:
         layout = tuple(tuple((name, t[0].numel()) for name, t in each.items()) for each in (columns, found))
         size = sum(part.numel() * 4 for part in parts)
         rows = () if drawn is None else drawn.rows
-        return _Step(host, {}, full, rows, size, (layout[0], layout[1]), event, pinned)
+        return _Step(size, None, host, {}, full, rows, (layout[0], layout[1]), event, pinned)
 
     def _scaled(self, temperatures: Sequence[float]) -> bool:
         """Whether logits are still to be divided by a temperature."""
@@ -365,7 +376,10 @@ class Recorder:
                 step = self._queue.popleft()
                 steps.append(step)
                 blocks, size = blocks + len(step), size + step.size
-            self._append(_of_pinned(steps, self) if steps[0].event is not None else _of_cpu(steps, self))
+            if steps[0].event is not None:
+                self._append(_of_pinned(steps, self))
+            else:
+                self._append(_of_cpu([self._lists(step.blocks) for step in steps if step.blocks is not None], self))
             self._taken += size
             if self._open_blocks >= SHARD_BLOCKS or self._open_bytes >= SHARD_BYTES:
                 self._flush()

@@ -62,27 +62,45 @@ class Capture:
         draws: Draws | None,
     ) -> None:
         """A verified step behind its commit. committed: accepted drafts, bonus id and kept tokens of each request."""
-        flags = [0 if request.generator is None else DRAWN | SAMPLED for request in running]
+        numbers: list[int] = []  # one loop: between two steps of a model nothing of this is in a cache
+        steps: list[int] = []
+        positions: list[int] = []
+        flags: list[int] = []
+        temperatures: list[float] = []
+        lengths: list[int] = []
+        bonuses: list[int] = []
+        over = []
+        for request, (length, bonus, kept) in zip(running, committed, strict=True):
+            greedy = request.generator is None
+            numbers.append(request.captured)
+            steps.append(request.steps - 1)
+            positions.append(request.length - kept)
+            flags.append(0 if greedy else DRAWN | SAMPLED)
+            temperatures.append(1.0 if greedy else request.params.temperature)
+            lengths.append(length)
+            bonuses.append(bonus)
+            if request.finish is not None:
+                over.append((request, kept))
         drawn = None if draws is None else Drawn(draws.rows, draws.p, draws.q_rows, draws.eta)
         self.recorder.add(
             Blocks(
-                requests=[request.captured for request in running],
-                steps=[request.steps - 1 for request in running],
-                positions=[r.length - kept for r, (_, _, kept) in zip(running, committed, strict=True)],
-                flags=flags,
-                temperatures=[1.0 if r.generator is None else r.params.temperature for r in running],
-                anchors=anchors,
-                drafts=drafts,
-                logits=logits,
-                top=top,
-                length=[length for length, _, _ in committed],
-                bonus=[bonus for _, bonus, _ in committed],
-                drawn=drawn,
+                numbers,
+                steps,
+                positions,
+                flags,
+                temperatures,
+                anchors,
+                drafts,
+                logits,
+                top,
+                lengths,
+                bonuses,
+                None,
+                drawn,
             )
         )
-        for request, (_, _, kept) in zip(running, committed, strict=True):
-            if request.finish is not None:
-                self.recorder.end(request.captured, request.steps, kept)
+        for request, kept in over:
+            self.recorder.end(request.captured, request.steps, kept)
 
     def close(self) -> None:
         self.recorder.close()
