@@ -52,6 +52,8 @@ def test_known_trees_fit(tree):
         (seams.BACKEND, "def _post_handle", "def _finish", "_post_handle: expected a function"),
         (seams.NORMAL, "import sample", "import sample as pick", "chunked_prefill.impl: expected sample"),
         (seams.BATCH, "req_obj, output_len", "req_obj, length", "InferReqUpdatePack.__init__: expected"),
+        (seams.SPECULATIVE, "accept_lengths_cpu, verify", "lengths, verify", "record_request_mtp_metrics: expected"),
+        (seams.BATCH, "update_mtp_verify_step_num(", "add_step(", "InferReq.update_mtp_verify_step_num: expected a"),
     ],
 )
 def test_drift_is_named(tree, module, old, new, named):
