@@ -324,14 +324,22 @@ class Recorder:
         ):
             return False
 
+        asked, closed, main = threading.Event(), threading.Event(), threading.get_ident()
+
         def end() -> None:
             self.close()
-            os.kill(os.getpid(), signal.SIGTERM)
+            closed.set()
+            # To the main thread, which alone runs handlers, so that it wakes from whatever it waits in.
+            signal.pthread_kill(main, signal.SIGTERM)
 
         def on_sigterm(*_: Any) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            # In a thread: what the signal interrupted may hold the locks that closing takes.
-            threading.Thread(target=end, name="specaccept-capture-end", daemon=True).start()
+            if closed.is_set():
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif not asked.is_set():  # who ends a group of processes often asks twice: the second changes nothing
+                asked.set()
+                # In a thread: what the signal interrupted may hold the locks that closing takes.
+                threading.Thread(target=end, name="specaccept-capture-end", daemon=True).start()
 
         signal.signal(signal.SIGTERM, on_sigterm)
         return True

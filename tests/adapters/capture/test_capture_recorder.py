@@ -228,7 +228,7 @@ def test_a_pause_ends_the_shard(tmp_path, monkeypatch):
 
 
 ENDED = """
-    import os, signal, sys
+    import os, signal, sys, threading
     sys.path[:0] = sys.argv[2:]
     from pathlib import Path
     from adapters.capture import Recorder, Settings
@@ -238,7 +238,12 @@ ENDED = """
     number = made.enter("r", "strict")
     for step in range(50):
         made.add(one_block(made, number, step))
-    os.kill(os.getpid(), signal.SIGTERM)
+    write = made._write
+    made._write = lambda *args: (asked.wait(), write(*args))[1]
+    asked = threading.Event()
+    for _ in range(2):  # a launcher that asks its servers to end, and then each of them again
+        os.kill(os.getpid(), signal.SIGTERM)
+    asked.set()
     while True:  # an engine's loop goes on meanwhile
         made.add(one_block(made, number, step))
 """
