@@ -275,7 +275,7 @@ def _own_tps(
 
 
 def _same(rows: Sequence[Row], base: Sequence[Row]) -> bool:
-    """The baseline, or an arm with its very answers in its very steps (B = 0): the curve was fitted on those."""
+    """An arm with the baseline's very answers in its very steps (B = 0)."""
     told = {row.item: (row.output_ids, row.steps) for row in base}
     return all(told.get(row.item) == (row.output_ids, row.steps) for row in rows)
 
@@ -336,7 +336,9 @@ def _check(bench: Bench, arm: str, outcome: Outcome, curve: Sequence[Point], cos
     tps = (bench.record.summary.get("arms") or {}).get(arm, {}).get("tps")
     value, seen = (outcome.tokens_per_step["all"] or {})["value"], (tps or {}).get("value")
     told = None if found is None else tokens_per_second(base, found, value, bench.batch)
-    fitted = any(point.run == bench.record.id for point in curve) and _same(rows, base)
+    # The curve was fitted on these rows, or on their like. A sampled baseline answers an item twice, not alike.
+    alike = arm == bench.baseline or _same(rows, base)
+    fitted = alike and any(point.run == bench.record.id for point in curve)
     own = None if found is None or fitted else _own(bench, outcome.policy.key, costs)
     told_own = None if own is None or found is None else _own_tps(bench, found, value, own[0])
     return {

@@ -102,6 +102,19 @@ def test_a_linear_engine_is_predicted_exactly():
     assert predicted["asd"] == pytest.approx(sum(outputs) / wall, rel=1e-6)
 
 
+def test_a_sampled_baseline_that_answers_twice_is_what_was_fitted():
+    steps, prompts, outputs, names = drawn(20)
+    rows = [
+        row
+        for shift in (0, 3)  # blocks of the baseline before and after a candidate's: other answers to the same items
+        for row in rows_of("chain", "chain", [s + shift for s in steps], prompts, outputs, (0.02, 1e-4, 6e-3), names)
+    ]
+    made = bench({"chain": ("chain", rows)}, temperature=1.0)
+    found = predict.predict([outcome("chain", Policy("chain"), 4.0)], [made], [made], asked(names, 1.0))
+    assert [row["fitted"] for row in found["rows"]] == [True]
+    assert found["mean_abs_error"] is None
+
+
 def test_a_load_that_was_not_measured_is_not_predicted():
     steps, prompts, outputs, names = drawn(8)
     rows = rows_of("strict", "strict", steps, prompts, outputs, (FIXED, PROMPT, STEP), names)
