@@ -357,7 +357,8 @@ class ReplayConfig:
     asd_caps: a grid of ASD policies beside them, with the normalized suffix; empty: none. times: folders of bench runs
     that the step-time curve is measured in. live: of bench runs that predictions are checked against (None: times).
     costs: of bench runs on other prompts that a rule's own step is measured in (empty: halves of the live runs).
-    parquet: write the scalars as Parquet beside the shards.
+    shared: replay only the requests whose prompt all runs of times and live asked: of a capture of mixed traffic those
+    that a run of one kind can be held against. parquet: write the scalars as Parquet beside the shards.
     """
 
     policy: str | None = None
@@ -368,6 +369,7 @@ class ReplayConfig:
     times: list[str] = field(default_factory=list)
     live: list[str] | None = None
     costs: list[str] = field(default_factory=list)
+    shared: bool = False
     parquet: bool = True
 
 

@@ -324,9 +324,9 @@ def sweeps_of(results: Path) -> list[Manifest]:
 
 
 def replayed(replays: Sequence[Replay]) -> list[Replay]:
-    """The newest that passed of each capture and each policy whose blocks were read from it."""
+    """The newest that passed of each capture, each policy whose blocks were read from it, each choice of prompts."""
     newest = {
-        (each.capture["manifest_sha256"], each.capture["policy"]): each
+        (each.capture["manifest_sha256"], each.capture["policy"], tuple(each.capture.get("shared", ()))): each
         for each in replays
         if each.verdict.outcome == "pass"
     }
@@ -353,7 +353,7 @@ def replay_title(replay: Replay) -> str:
     about = replay.capture
     return (
         f"{about['target']} on {about['engine']}, {about['requests']:,} requests, {about['blocks']:,} blocks of "
-        f"{about['policy']}"
+        f"{about['policy']}{', prompts of runs alone' if about.get('shared') else ''}"
     )
 
 
@@ -392,8 +392,35 @@ def replay_facts(replay: Replay) -> list[Cell]:
         ),
         f"Capture {about['manifest_sha256'][:12]}, seal {(replay.seal or 'none')[:12]}.",
         *replay.verdict.reasons,
+        *_live_checks(replay),
         *replay.limits,
     ]
+
+
+def _live_checks(replay: Replay) -> list[str]:
+    """A sentence per run whose arms were predicted: live TPS, and the error with either step time."""
+    found = replay.prediction or {"rows": []}
+    told = []
+    for run in dict.fromkeys(each["run"] for each in found["rows"]):
+        checks = [each for each in found["rows"] if each["run"] == run]
+        arms = "; ".join(_live_check(each) for each in checks if not each.get("fitted"))
+        if arms:
+            told.append(f"Predicted TPS against run {run}, {checks[0]['batch']} in flight: {arms}.")
+    return told
+
+
+def _live_check(check: Mapping[str, Any]) -> str:
+    live = (check["live_tps"] or {}).get("value")
+    if live is None or check["predicted_tps"] is None:
+        return f"{check['name']} not run"
+    own = check.get("predicted_own_tps")  # replays of before rules had a step time of their own
+    text = f"{check['name']} live {live:,.1f}, with the baseline's step time {_told(check['predicted_tps'], live)}"
+    return text + ("" if own is None else f", with its own {_told(own, live)}")
+
+
+def _told(predicted: float, live: float) -> str:
+    error = cells.signed(100 * (predicted / live - 1), 1, " %")
+    return f"{predicted:,.1f} ({error})"
 
 
 def varied(sweep: Sweep) -> list[str]:

@@ -11,7 +11,6 @@ against: in other runs, or by halves of the prompts, each half with the ratio of
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from scipy.optimize import nnls
 from harness.records import Record, Row
 from harness.records.read import read
 from harness.replay.estimate import Outcome
-from harness.replay.table import Array, Table
+from harness.replay.table import Array, Table, prompt_sha256
 from harness.tasks.errors import TaskError
 
 SHARED = 0.9  # of the prompts of whichever has fewer, so that a run and a capture are of one traffic
@@ -80,11 +79,6 @@ def asked(manifest: Mapping[str, Any], requests: Mapping[int, Mapping[str, Any]]
     )
 
 
-def prompt_sha256(ids: Sequence[int]) -> str:
-    """As a record's row has it (harness/tasks/session.py)."""
-    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
-
-
 @dataclass(frozen=True)
 class Bench:
     """A complete bench run. facts: as Asked has them."""
@@ -128,6 +122,11 @@ def load(folder: str) -> Bench:
         "K": identity.config.get("model", {}).get("block_size"),
     }
     return Bench(record, found.rows, facts)
+
+
+def prompts_of(benches: Sequence[Bench]) -> frozenset[str]:
+    """SHA-256 of the prompts that every run asked."""
+    return frozenset.intersection(*(frozenset(row.prompt_sha256 for row in bench.rows) for bench in benches))
 
 
 def differs(bench: Bench, asked: Asked) -> list[str]:

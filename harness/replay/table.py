@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -139,8 +140,14 @@ def _measured(capture: Capture) -> list[int]:
     return [n for n, rid in rids.items() if not (rid.startswith(NOT_MEASURED) or (named and UNNAMED.fullmatch(rid)))]
 
 
-def select(capture: Capture, policy: str) -> tuple[Table, list[str]]:
-    """The countable blocks of one policy's requests, and notes on what was left out.
+def prompt_sha256(ids: Sequence[int]) -> str:
+    """As a record's row has it (harness/tasks/session.py)."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+
+
+def select(capture: Capture, policy: str, prompts: frozenset[str] | None = None) -> tuple[Table, list[str]]:
+    """The countable blocks of one policy's requests, and notes on what was left out. prompts: SHA-256 of those that
+    count (None: all).
 
     Left out: probes and warm-up; steps an engine ran past the end of a request; what follows a gap (a
     dropped block), because ledger and phase are unknown behind it. Requests that did not end keep all their blocks.
@@ -150,6 +157,11 @@ def select(capture: Capture, policy: str) -> tuple[Table, list[str]]:
         raise CaptureError(
             f"capture: policy {policy}: expected one of {', '.join(policies(capture))}, found no request"
         )
+    if prompts is not None:
+        asked, infos = len(chosen), capture.requests
+        chosen = [number for number in chosen if prompt_sha256(infos[number].get("prompt") or []) in prompts]
+        if not chosen:
+            raise CaptureError(f"replay.shared: expected requests with prompts of the runs, found none of {asked}")
     mask = np.isin(capture.columns["request"], chosen)
     columns = {name: array[mask] for name, array in capture.columns.items()}
     order = np.lexsort((columns["step"], columns["request"]))

@@ -60,7 +60,12 @@ def run(config: Config) -> int:
     try:
         capture = reader.read(path)
         key = config.replay.policy or _default(policies(capture))
-        table, notes = select(capture, key)
+        benches, costs = ([predict.load(each) for each in runs] for runs in (config.replay.times, config.replay.costs))
+        live = [predict.load(folder) for folder in config.replay.live or ()] or benches
+        shared = [*dict.fromkeys(bench.record.id for bench in [*benches, *live])] if config.replay.shared else []
+        if config.replay.shared and not shared:
+            raise ConfigError("replay.shared: expected runs whose prompts are shared (replay.times), found none")
+        table, notes = select(capture, key, predict.prompts_of([*benches, *live]) if shared else None)
         if not len(table):
             raise CaptureError(f"capture: policy {key}: expected verified blocks, found none")
         _same_model(config, capture.manifest)
@@ -69,8 +74,6 @@ def run(config: Config) -> int:
         if not named:
             raise ConfigError("replay.policies: expected at least one policy, or a grid of asd_budgets, found none")
         baseline = _baseline(named, table)
-        benches, costs = ([predict.load(each) for each in runs] for runs in (config.replay.times, config.replay.costs))
-        live = [predict.load(folder) for folder in config.replay.live or ()] or benches
         asked = predict.asked(capture.manifest, capture.requests, table)
         for name, found in (("times", benches), ("costs", costs)):
             predict.usable(found, asked, f"replay.{name}")
@@ -88,13 +91,13 @@ def run(config: Config) -> int:
         id=folder.name,
         created=created,
         code=code(),
-        capture=_about(capture, table, key),
+        capture=_about(capture, table, key) | ({"shared": shared} if shared else {}),
         baseline=baseline,
         policies=[_entry(outcome, grid=i >= len(named) - len(_grid(config))) for i, outcome in enumerate(outcomes)],
         reproduced=again,
         pictures=pictures.numbers(table, masks),
         prediction=predict.predict(outcomes, benches, live, asked, costs) if benches else None,
-        limits=[*LIMITS, _lengths(table), *_kind_limits(table), *_of_grid(len(_grid(config)))],
+        limits=[*LIMITS, _lengths(table), *_kind_limits(table), *_of_shared(shared), *_of_grid(len(_grid(config)))],
         notes=[*capture.notes, *notes, *([note] if note else [])],
         verdict=_verdict(again),
     )
@@ -246,6 +249,10 @@ def _lengths(table: Table) -> str:
     known, requests = int((table.limits > 0).sum()), len(table.first)
     which = "all" if known == requests else "some" if known else "none"
     return LENGTHS[which].format(known=known, requests=requests)
+
+
+def _of_shared(runs: Sequence[str]) -> list[str]:
+    return [f"Only the requests whose prompt was asked in {' and in '.join(runs)} too."] if runs else []
 
 
 def _of_grid(points: int) -> list[str]:

@@ -9,6 +9,7 @@ from publish_rig import again, bench, config_of, edit
 
 from harness.config import ROOT
 from harness.publish import parts
+from harness.publish.cells import MINUS
 from harness.publish.sections import Ours, published
 from harness.publish.selection import select
 from harness.publish.site import SITE, page
@@ -359,7 +360,7 @@ def test_kernels_are_read_from_their_files_alone(results):
     assert cells[3:] == ["ours", "11.1", "not run", "theirs", "unsupported (x)", "99"]
 
 
-def replay(results, identifier: str, outcome: str = "pass", **more):
+def replay(results, identifier: str, outcome: str = "pass", prediction=None, **more):
     """A replay as its task leaves it."""
     values = [4.5, 4.0, 5.0]
     estimate = dict(zip(("value", "low", "high"), values, strict=True)) | {"n": 9, "method": "test"}
@@ -382,7 +383,7 @@ def replay(results, identifier: str, outcome: str = "pass", **more):
         ],
         reproduced={},
         pictures={},
-        prediction=None,
+        prediction=prediction,
         limits=["Accept length, not accuracy."],
         notes=[],
         verdict=Verdict(outcome, [] if outcome == "pass" else ["3 blocks differ"]),
@@ -423,6 +424,28 @@ def test_blocks_of_each_policy_of_a_capture_are_shown(results, check):
     )
     shown = [name for name in ("20260101", "20260102", "20260103") if f"{name}T000000Z" in section]
     assert shown == ["20260102", "20260103"]
+
+
+def test_prompts_of_runs_alone_hide_no_replay_of_all_and_live_checks_are_told(results, check):
+    row = {"run": "R", "batch": 1, "fitted": False, "live_tps": {"value": 500.0}, "predicted_tps": 550.0}
+    rows = [
+        row | {"name": "strict", "fitted": True},
+        row | {"name": "asd", "predicted_own_tps": 495.0},
+        row | {"name": "typical", "predicted_own_tps": None},
+        row | {"name": "block", "live_tps": None},
+    ]
+    replay(results, "20260101T000000Z-00000000")
+    replay(results, "20260102T000000Z-00000000", prediction={"rows": rows}, shared=["R"])
+    write(results)
+    assert check() == (0, "")
+    readme = (results / "README.md").read_text().partition("## Replayed")[2]
+    assert "20260101T000000Z" in readme
+    assert "of strict, prompts of runs alone" in readme
+    (told,) = [line for line in readme.splitlines() if "Predicted TPS" in line]
+    assert "strict" not in told
+    assert "run R, 1 in flight: asd live 500.0, with the baseline's step time 550.0 (+10.0 %)" in told
+    assert f", with its own 495.0 ({MINUS}1.0 %); typical live 500.0, with the baseline's step time" in told
+    assert told.endswith("block not run.")
 
 
 @pytest.mark.parametrize("name", ["replay", "sweep"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.capture import Settings
+from adapters.capture import CaptureError, Settings
 from adapters.capture.layout import DRAWN
 from adapters.policy import Policy
 from harness.config import ROOT, ConfigError, load
@@ -20,7 +20,7 @@ from harness.engines.reference.loading import Options, build
 from harness.engines.reference.sampling import Sampling, target_probs
 from harness.replay import reader, record, rules
 from harness.replay.estimate import reproduced
-from harness.replay.table import Table, select
+from harness.replay.table import Table, prompt_sha256, select
 from harness.tasks import replay as task
 from harness.tasks.errors import TaskError
 
@@ -191,6 +191,21 @@ def test_sampled_blocks_compare_with_chain(captured, tmp_path, capsys):
     assert found.reproduced["blocks"] == found.capture["blocks"]
     block = next(entry for entry in found.policies if entry.name == "block")
     assert block.change["all"]["value"] >= 0  # never less than chain, on any block
+
+
+def test_some_prompts_are_replayed_alone(captured):
+    read, every = reader.read(captured[0]), select(reader.read(captured[0]), "strict")[0]
+    wanted = frozenset(prompt_sha256(prompt) for prompt in every.prompts[1:])
+    table, notes = select(read, "strict", wanted)
+    assert (table.prompts, notes) == (every.prompts[1:], [])
+    np.testing.assert_array_equal(table.z_x, every.z_x[every.count[0] :])
+    with pytest.raises(CaptureError, match=r"replay\.shared: expected .* of the runs, found none of 3"):
+        select(read, "strict", frozenset(["0" * 64]))
+
+
+def test_prompts_are_shared_with_a_run(captured, tmp_path):
+    with pytest.raises(ConfigError, match=r"replay\.shared: .*\(replay\.times\), found none"):
+        run(captured[0], tmp_path, "replay.shared=true")
 
 
 def test_another_length_than_the_engines_fails_the_replay(captured, tmp_path, capsys, monkeypatch):
