@@ -145,8 +145,8 @@ def prompt_sha256(ids: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
 
 
-def select(capture: Capture, policy: str, prompts: frozenset[str] | None = None) -> tuple[Table, list[str]]:
-    """The countable blocks of one policy's requests, and notes on what was left out. prompts: SHA-256 of those that
+def select(capture: Capture, policy: str, wanted: frozenset[str] | None = None) -> tuple[Table, list[str]]:
+    """The countable blocks of one policy's requests, and notes on what was left out. wanted: SHA-256 of prompts that
     count (None: all).
 
     Left out: probes and warm-up; steps an engine ran past the end of a request; what follows a gap (a
@@ -157,9 +157,9 @@ def select(capture: Capture, policy: str, prompts: frozenset[str] | None = None)
         raise CaptureError(
             f"capture: policy {policy}: expected one of {', '.join(policies(capture))}, found no request"
         )
-    if prompts is not None:
+    if wanted is not None:
         asked, infos = len(chosen), capture.requests
-        chosen = [number for number in chosen if prompt_sha256(infos[number].get("prompt") or []) in prompts]
+        chosen = [number for number in chosen if prompt_sha256(infos[number].get("prompt") or []) in wanted]
         if not chosen:
             raise CaptureError(f"replay.shared: expected requests with prompts of the runs, found none of {asked}")
     mask = np.isin(capture.columns["request"], chosen)
