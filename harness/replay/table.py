@@ -158,8 +158,8 @@ def select(capture: Capture, policy: str, wanted: frozenset[str] | None = None) 
             f"capture: policy {policy}: expected one of {', '.join(policies(capture))}, found no request"
         )
     if wanted is not None:
-        asked, infos = len(chosen), capture.requests
-        chosen = [number for number in chosen if prompt_sha256(infos[number].get("prompt") or []) in wanted]
+        asked, of = len(chosen), capture.requests
+        chosen = [number for number in chosen if prompt_sha256(of[number].get("prompt") or []) in wanted]
         if not chosen:
             raise CaptureError(f"replay.shared: expected requests with prompts of the runs, found none of {asked}")
     mask = np.isin(capture.columns["request"], chosen)
