@@ -14,6 +14,7 @@ import importlib.machinery
 import json
 import os
 import sys
+import threading
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,7 +164,8 @@ class Item:
     """One request. prefill: its first id comes from a prefill; otherwise from a step without one (prompt cached).
 
     resume_at: blocks after which the request is prefilled again (a pause, or a decode row mixed into a prefill).
-    widths: rows verified in block n (dynamic verify); empty: all.
+    widths: rows verified in block n (dynamic verify); empty: all. abort_at: blocks after which its client is gone.
+    pause_at: blocks after which it waits a while, and goes on from the prompt cache (Loop).
     """
 
     prompt: list[int]
@@ -174,6 +176,8 @@ class Item:
     resume_at: int = -1
     widths: list[int] = field(default_factory=list)
     tag: int = -1
+    abort_at: int = -1
+    pause_at: int = -1
 
 
 @dataclass
@@ -195,8 +199,14 @@ class Totals:
     committed_tokens: int = 0
 
 
-def by_hand(toy: Toy, item: Item, policy: Policy, step: int, junk_is_valid: bool = False) -> tuple[Outcome, Totals]:
-    """The whole request in plain Python and numpy float32, written from the rule and from what the columns hold."""
+def by_hand(
+    toy: Toy, item: Item, policy: Policy, step: int, junk_is_valid: bool = False, prefills: dict[int, int] | None = None
+) -> tuple[Outcome, Totals]:
+    """The whole request in plain Python and numpy float32, written from the rule and from what the columns hold.
+
+    prefills: how often it was prefilled again after so many blocks; default: once, after item.resume_at.
+    """
+    prefills = {item.resume_at: 1} if prefills is None else prefills
     z = toy.logits.numpy() / f32(item.temperature)
     budget, gate = f32(policy.budget / item.temperature), f32(policy.gate / item.temperature)
     cap = 10**9 if policy.max_mismatches is None else policy.max_mismatches
@@ -218,10 +228,14 @@ def by_hand(toy: Toy, item: Item, policy: Policy, step: int, junk_is_valid: bool
         columns = toy.junk(int(np.argmax(z[last])))
         last = prefilled()
     while not done():
-        if blocks == item.resume_at:
-            last, valid = prefilled(), False
-            if done():
-                break
+        if blocks == item.abort_at:
+            totals.requests = 0
+            break
+        for _ in range(prefills.get(blocks, 0)):
+            if not done():
+                last, valid = prefilled(), False
+        if done():
+            break
         width = (item.widths[blocks] if blocks < len(item.widths) else step + 1) - 1
         live = width if valid or junk_is_valid else 0
         fed = [last, *columns[:width]]
@@ -397,24 +411,31 @@ class Server:
         return req
 
     def _prefill(self, req) -> None:
+        """One prefill of one request, from end to end."""
+        self.prefill(MagicMock(), [req])
+
+    def prefill(self, event_pack, reqs) -> None:
         """The engine's own prefill tail: one id, column 0 moves on, the draft columns stay as they are."""
-        backend = self.backend
+        backend, slots = self.backend, [req.req_idx for req in reqs]
         _ids, *host = backend._sample_and_scatter_token(
-            logits=self.toy.logits[self.table[req.req_idx, :1]].clone(),
-            b_req_idx=torch.tensor([req.req_idx], dtype=torch.int32),
-            b_mtp_index=torch.tensor([0], dtype=torch.int32),
-            run_reqs=[req],
+            logits=self.toy.logits[self.table[slots, 0]].clone(),
+            b_req_idx=torch.tensor(slots, dtype=torch.int32),
+            b_mtp_index=torch.zeros(len(reqs), dtype=torch.int32),
+            run_reqs=reqs,
             is_prefill=True,
-            b_prefill_has_output_cpu=[True],
+            b_prefill_has_output_cpu=[True] * len(reqs),
         )
-        packs = backend._pre_post_handle([req], is_chuncked_mode=False)
+        event_pack.notify_post_handle_and_wait_pre_post_handle()
+        packs = backend._pre_post_handle(reqs, is_chuncked_mode=False)
+        event_pack.notify_forward_and_wait_post_handle()
         backend._post_handle(
-            run_reqs=[req],
+            run_reqs=reqs,
             next_token_ids=host[0],
             next_token_logprobs=host[1],
             next_token_ranks=host[2],
             run_reqs_update_packs=packs,
         )
+        event_pack.notify_pre_post_handle()
 
     def run(self, items: list[Item]) -> list[Outcome]:
         """Every item to its end, at most `slots` at a time."""
@@ -447,8 +468,121 @@ class Server:
     @staticmethod
     def _outcome(req) -> Outcome:
         shared = req.shm_req
-        span = slice(shared.input_len, shared.finish_token_index + 1)
+        aborted = shared.input_len + req.cur_output_len
+        span = slice(shared.input_len, shared.finish_token_index + 1 if req.finish_status.is_finished() else aborted)
         logs = shared.shm_logprobs.arr[span]
         return Outcome(
             shared.shm_prompt_ids.arr[span].tolist(), logs["logprob"].tolist(), logs["rank"].astype(int).tolist()
+        )
+
+
+class Loop(Server):
+    """The same behind the engine's two infer threads: one launches a step while the other's is still to be reported.
+
+    Scheduling as the engine's `_get_classed_reqs`: a request that ended or was aborted is left out of a turn and freed
+    in the one after, its slot given away at once; one that waits goes on from the prompt cache, without a prefill;
+    mixed: requests that decode join a prefill. prefills: what each request was prefilled again, by blocks before it.
+    """
+
+    def loop(self, items: list[Item], mixed: bool = False) -> list[Outcome]:
+        self.waiting, self.requests, self.mixed = list(items), [], mixed
+        self.alive, self.free, self.failed = [], list(range(self.slots)), []
+        self.prefills: list[dict[int, int]] = []
+        if self.modules.real:
+            overlap = importlib.import_module("lightllm.server.router.model_infer.mode_backend.overlap_events")
+            self.packs = overlap.OverlapEventManager()
+        else:
+            self.packs = _Turns()
+        threads = [threading.Thread(target=self._infer, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not self.failed, self.failed[0]
+        assert not any(thread.is_alive() for thread in threads)
+        return [self._outcome(req) for req in self.requests]
+
+    def _infer(self) -> None:
+        try:
+            while self._turn(self._pack()):
+                pass
+        except BaseException as error:
+            self.failed.append(error)
+            raise
+
+    def _pack(self):
+        pack = self.packs.get_overlap_event_pack()
+        if self.modules.real:  # of the last turn, which has no next one to wait for
+            names = ("notify_post_handle_event", "notify_forward_event", "notify_pre_post_handle_event")
+            pack.leave = lambda: [getattr(pack, name).set() for name in names]
+        return pack
+
+    def _turn(self, pack) -> bool:
+        pack.wait_to_forward()
+        prefill, decode = self._classed()
+        if not self.alive:
+            pack.leave()
+            return False
+        if prefill:
+            self.prefill(pack, prefill)
+        elif decode:
+            self.active = decode
+            (self.backend.decode_overlap_mtp if self.overlap else self.backend.decode_mtp)(pack, decode)
+            if not self.modules.real:
+                pack.notify_pre_post_handle()
+        else:
+            pack.notify_post_handle_and_wait_pre_post_handle()
+            pack.notify_forward_and_wait_post_handle()
+            pack.notify_pre_post_handle()
+        return True
+
+    def _classed(self) -> tuple[list, list]:
+        prefill, decode = [], []
+        for req in list(self.alive):
+            if req.leaving:
+                self.alive.remove(req)
+                self.free.append(req.req_idx)
+            elif req.finish_status.is_finished() or req.blocks == req.item.abort_at:
+                req.leaving = True
+            elif req.blocks == req.item.pause_at and req.paused < 3:
+                req.paused += 1
+            elif req.blocks == req.item.resume_at and not req.prefills:
+                prefill.append(req)
+            else:
+                decode.append(req)
+        for req in prefill:
+            req.prefills[req.blocks] = 1
+        while self.waiting and self.free:
+            item = self.waiting.pop(0)
+            req = self._request(item, self.free.pop(0))
+            req.leaving, req.paused, req.prefills = False, 0, {}
+            first = int(np.argmax(self.toy.logits[item.prompt[-1]])) if item.prefill else item.prompt[-1]
+            self.table[req.req_idx, 1:] = torch.tensor(self.toy.junk(first))
+            (prefill if item.prefill else decode).append(req)
+            self.requests.append(req)
+            self.prefills.append(req.prefills)
+            self.alive.append(req)
+        if prefill and self.mixed:
+            for req in decode:
+                req.prefills[req.blocks] = req.prefills.get(req.blocks, 0) + 1
+            return prefill + decode, []
+        if not prefill:
+            for req in decode:
+                req.blocks += 1
+        return prefill, decode
+
+
+class _Turns:
+    """For a tree whose step is one piece: the threads take turns."""
+
+    def __init__(self):
+        self.turn = threading.Lock()
+
+    def get_overlap_event_pack(self):
+        return SimpleNamespace(
+            wait_to_forward=self.turn.acquire,
+            notify_post_handle_and_wait_pre_post_handle=lambda: None,
+            notify_forward_and_wait_post_handle=lambda: None,
+            notify_pre_post_handle=self.turn.release,
+            leave=self.turn.release,
         )
