@@ -7,12 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
-from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from toy_engine import blocks, decode, prefilled, request
+from toy_engine import accumulator, blocks, decode, prefilled, request
 
 from adapters.arm import GREEDY_REQUEST, SAMPLED_REQUEST
 from adapters.policy import Policy
@@ -219,24 +216,6 @@ def test_steps_of_a_request_that_vanished_are_counted_and_the_request_forgotten(
 
 
 # -- responses -----------------------------------------------------------------------------------------------------
-
-
-def accumulator():
-    values = {
-        "return_logprob": False,
-        "return_hidden_states": False,
-        "return_routed_experts": False,
-        "return_indexer_topk": False,
-        "spec_algorithm": SpeculativeAlgorithm.DSPARK,
-        "disaggregation_mode": DisaggregationMode.NULL,
-        "default_stream_interval": 1,
-        "default_force_stream_interval": 50,
-        "get_cached_tokens_details": lambda req: None,
-        "is_request_level_customized_info_key": lambda key: False,
-        "current_weight_version": None,
-    }
-    fields = {f.name for f in dataclasses.fields(_GenerationStreamAccumulator)}
-    return _GenerationStreamAccumulator(**{k: v for k, v in values.items() if k in fields})
 
 
 def respond(adapter, acc, row) -> dict:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult
 from sglang.srt.speculative.dspark_components.dspark_verify import TargetVerifyExecutor
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 SLOTS = 64
 
@@ -146,6 +150,25 @@ def blocks(seed: int, rows: int, K: int, V: int, ties: bool = True) -> tuple[tor
     rank = torch.randint(0, 12, (rows, K), generator=g)
     rank = torch.where(rank < 3, rank, 0).clamp(max=V - 1)  # three of four drafts are the argmax or tie with it
     return order.gather(2, rank[..., None])[..., 0], logits
+
+
+def accumulator() -> _GenerationStreamAccumulator:
+    """What the engine's output streamer fills of one step."""
+    values = {
+        "return_logprob": False,
+        "return_hidden_states": False,
+        "return_routed_experts": False,
+        "return_indexer_topk": False,
+        "spec_algorithm": SpeculativeAlgorithm.DSPARK,
+        "disaggregation_mode": DisaggregationMode.NULL,
+        "default_stream_interval": 1,
+        "default_force_stream_interval": 50,
+        "get_cached_tokens_details": lambda req: None,
+        "is_request_level_customized_info_key": lambda key: False,
+        "current_weight_version": None,
+    }
+    fields = {f.name for f in dataclasses.fields(_GenerationStreamAccumulator)}
+    return _GenerationStreamAccumulator(**{k: v for k, v in values.items() if k in fields})
 
 
 def server_args(**changed) -> SimpleNamespace:
