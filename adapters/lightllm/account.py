@@ -167,7 +167,8 @@ class Account:
                     past = _past(req, run_reqs, packs) if marks.over else 0
                     if step.stop:
                         regret = step.regret[first : first + min(rows - 1, step.live[n])]
-                        _judged(marks, regret[: rows - past], step.live[n] > 0 and not past and step.stop[n] == BUDGET)
+                        judged = 0 < step.live[n] == step.rows[n] - 1  # otherwise its slot was closed
+                        _judged(marks, regret[: rows - past], judged and not past and step.stop[n] == BUDGET)
                     self._block(req, marks, step.live[n], rows, past)
                 first += step.rows[n]
 
@@ -175,7 +176,8 @@ class Account:
         """A post-processing call of an engine whose own functions decide: its totals say what kind of call it was.
 
         run_reqs: the accepted rows of a verify call, whose request then counts one step more, or the rows of a prefill,
-        after which the draft columns hold no proposal. Raises Contradiction where totals and rows differ.
+        one of a request, after which the draft columns hold no proposal. Raises Contradiction where totals and rows
+        differ.
         """
         with self.lock:
             for req, rows in zip(*groups(run_reqs), strict=True):
@@ -184,7 +186,7 @@ class Account:
                     continue
                 shared, seen = req.shm_req, marks.seen
                 steps = shared.mtp_verify_step_num
-                if steps == seen[0]:
+                if steps == seen[0] and rows == 1:
                     marks.drafts = 0
                     self._prefilled(req, marks)
                     continue

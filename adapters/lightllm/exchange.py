@@ -1,10 +1,11 @@
 """How a harness reads the counters of a LightLLM server, which has no endpoint to put them behind: files in a folder.
 
 SPECACCEPT_TELEMETRY_DIR names the folder. A reader writes a token into the pipe `ask-N` of every rank, and rank N
-answers with `rank-N.json`: its snapshot and the token, replaced atomically. Between two questions the thread that
-answers sleeps in the kernel: an engine that nobody asks pays nothing for it. The counters are host numbers, so
-answering never touches the device. The token, not a clock, proves that an answer is newer than the question. Both ends
-are processes of one kernel; a container's bind mount may lie between them.
+answers with `rank-N.json`: its snapshot and the tokens of late, replaced atomically. Between two questions the thread
+that answers sleeps in the kernel: an engine that nobody asks pays nothing for it. The counters are host numbers, so
+answering never touches the device. The token, not a clock, proves that an answer is newer than the question; the tokens
+of others beside it let several readers ask at once. Both ends are processes of one kernel; a container's bind mount may
+lie between them.
 
 A request that carries a seed (which greedy decoding ignores) leaves one line in `finished-N.jsonl` when it ends, under
 that seed as its tag: what the policy did for this request, written behind its answer.
@@ -12,10 +13,11 @@ that seed as its tag: what the policy did for this request, written behind its a
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import os
 import stat
+import sys
 import threading
 import time
 import uuid
@@ -28,7 +30,9 @@ FOLDER = "SPECACCEPT_TELEMETRY_DIR"
 POLL_S = 0.01  # of the asker
 REPEAT_S = 1.0
 LONGEST = 4096  # bytes of one read; shorter writes into a pipe are whole
-_ASKING = threading.Lock()  # one question at a time: an answer carries one token
+RECENT = 64  # tokens of an answer
+NOBODY = (errno.ENXIO, errno.EAGAIN, errno.ENOENT)  # nobody reads a pipe; it is full; it has just been replaced
+_ASKING = threading.Lock()  # one question of a process at a time
 
 
 class NoAnswer(RuntimeError):
@@ -56,16 +60,22 @@ class Responder:
         folder.mkdir(parents=True, exist_ok=True)
         self.pipe, self.file = folder / f"ask-{rank}", folder / f"rank-{rank}.json"
         self.rank, self.world, self.snapshot = rank, world, snapshot
-        with contextlib.suppress(FileExistsError):
-            os.mkfifo(self.pipe)
-        self.pipe.chmod(0o622)  # a harness outside the container may be another user
-        self.asked = os.open(self.pipe, os.O_RDWR)  # its own writer too, so that a read waits instead of ending
+        self.tokens: deque[str] = deque(maxlen=RECENT)
+        fresh = folder / f".{self.pipe.name}.{os.getpid()}"
+        fresh.unlink(missing_ok=True)
+        os.mkfifo(fresh)
+        fresh.chmod(0o622)  # a harness outside the container may be another user
+        self.asked = os.open(fresh, os.O_RDWR)  # its own writer too, so that a read waits instead of ending
+        os.replace(fresh, self.pipe)  # what an earlier server left there, or still reads from, is nobody's any more
 
     def answer(self) -> None:
-        """Wait for a question; of several that came at once the last counts."""
-        token = os.read(self.asked, LONGEST).split()[-1].decode()
-        record = self.snapshot() | {"rank": self.rank, "world": self.world, "answers": token}
-        _write(self.file, json.dumps(record))
+        """Wait for questions and answer all that came. What cannot be answered is asked again."""
+        self.tokens.extend(token.decode(errors="replace") for token in os.read(self.asked, LONGEST).split())
+        try:
+            record = self.snapshot() | {"rank": self.rank, "world": self.world, "answers": list(self.tokens)}
+            _write(self.file, json.dumps(record))
+        except Exception as error:  # a full disk is not full for ever: this thread must outlive it
+            print(f"specaccept: question not answered: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def start(self) -> threading.Thread:
         """Answer for as long as the process lives."""
@@ -133,7 +143,10 @@ def ask(folder: Path | str, timeout_s: float = 10.0) -> dict[str, Any]:
     if not folder.is_dir():
         raise NoAnswer(f"{FOLDER}: expected a folder, found none at {folder}")
     with _ASKING:
-        return _ask(folder, timeout_s)
+        try:
+            return _ask(folder, timeout_s)
+        except OSError as error:  # no permission, say
+            raise NoAnswer(str(error)) from None
 
 
 def _ask(folder: Path, timeout_s: float) -> dict[str, Any]:
@@ -144,7 +157,7 @@ def _ask(folder: Path, timeout_s: float) -> dict[str, Any]:
             asked = time.monotonic()
             for pipe in folder.glob("ask-*"):
                 _question(pipe, token)
-        answers = [a for a in map(_answer, sorted(folder.glob("rank-*.json"))) if a and a.get("answers") == token]
+        answers = [a for a in map(_answer, sorted(folder.glob("rank-*.json"))) if a and token in a.get("answers", ())]
         if answers and len(answers) == answers[0]["world"]:
             return merge(answers)
         if time.monotonic() > deadline:
@@ -155,13 +168,16 @@ def _ask(folder: Path, timeout_s: float) -> dict[str, Any]:
 
 def _question(pipe: Path, token: str) -> None:
     """Never waits. A rank that is gone, or that reads nothing any more, is told by its missing answer."""
-    with contextlib.suppress(OSError):  # ENXIO: nobody reads; EAGAIN: full
+    try:
         end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         try:
             if stat.S_ISFIFO(os.fstat(end).st_mode):
                 os.write(end, token.encode() + b"\n")
         finally:
             os.close(end)
+    except OSError as error:
+        if error.errno not in NOBODY:
+            raise
 
 
 def _answer(path: Path) -> dict[str, Any] | None:
@@ -171,14 +187,14 @@ def _answer(path: Path) -> dict[str, Any] | None:
 
 def merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """One snapshot of several ranks. All must be armed alike: an unarmed rank would commit other tokens."""
-    differ = ("counters", "rank", "answers")
+    differ = ("counters", "rank", "answers", "capture")  # a capture is the first rank's alone
     alike = [{key: value for key, value in answer.items() if key not in differ} for answer in answers]
     for answer, rest in zip(answers, alike, strict=True):
         if rest != alike[0]:
-            field = next(key for key in rest if rest[key] != alike[0].get(key))
+            field = next(key for key in alike[0] | rest if rest.get(key) != alike[0].get(key))
             raise NoAnswer(
                 f"rank {answer['rank']}: {field}: expected {alike[0].get(field)!r} as rank {answers[0]['rank']}, "
-                f"found {rest[field]!r}"
+                f"found {rest.get(field)!r}"
             )
     counters: dict[str, dict[str, Any]] = {}
     for answer in answers:
@@ -186,6 +202,9 @@ def merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
             counters[key] = _add(counters[key], found) if key in counters else found
     merged = alike[0]
     ranks = merged.pop("world")
+    for answer in answers:
+        if "capture" in answer:
+            merged["capture"] = answer["capture"]
     return merged | {"ranks": ranks, "counters": counters}
 
 

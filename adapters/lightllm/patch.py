@@ -32,6 +32,7 @@ from adapters.telemetry import Telemetry
 
 LOST = "logits not found"
 CONTRADICTED = "totals and tokens differ"
+UNWRITTEN = "record not written"
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Engine:
         self.local = Local()
         self.installed: set[str] = set()
         self.making = threading.Lock()
-        self.lost = False
+        self.lost = ""  # the reason, once there is one
         # A test turns this off to show that it would notice: every column then counts as a proposal.
         self.check_proposals = True
 
@@ -85,7 +86,7 @@ class Engine:
         local = self.local
         sampled, local.sampled, local.step, local.copy = local.sampled, None, None, None
         if self.lost or sampled is None or sampled.ids is not ids or len(sampled.requests) != ids.shape[0]:
-            self._lose(LOST)
+            self._lose(self.lost or LOST)
             return strict(table, starts, ids, slots)
         step = step_of(sampled.requests)
         if len(step.requests) != starts.shape[0]:
@@ -132,8 +133,9 @@ class Engine:
         """What is decided or counted here can no longer be vouched for: strict from here on, and not armed."""
         if not self.lost:
             print(f"specaccept: {reason}{detail}: strict from here on, not armed", file=sys.stderr, flush=True)
-        self.lost, self.telemetry.armed = True, False
-        self.telemetry.of(self.policy).fall_back(reason)
+        self.lost, self.telemetry.armed = reason, False
+        with self.account.lock:
+            self.telemetry.of(self.policy).fall_back(reason)
 
     def look(self, run_reqs: Sequence[Any], packs: Sequence[Any]) -> None:
         """Of an engine that decides by itself: what its post-processing call was."""
@@ -141,6 +143,18 @@ class Engine:
             self.account.look(run_reqs, packs)
         except Contradiction as error:
             self._lose(CONTRADICTED, f": {error}")
+        except OSError as error:
+            self._lose(UNWRITTEN, f": {error}")
+
+    def handled(self, step: Step | None, run_reqs: Sequence[Any], packs: Sequence[Any]) -> None:
+        """A post-processing call, of a verify call or (None) of a prefill."""
+        try:
+            if step is None:
+                self.account.end(run_reqs)
+            else:
+                self.account.add(step, run_reqs, packs)
+        except OSError as error:  # in the engine's own thread: its requests are to go on
+            self._lose(UNWRITTEN, f": {error}")
 
     def _prepare(self, step: Step, table: Tensor) -> bool:
         """Bring the ledger to this step's requests; False: nothing of it may be relaxed."""
@@ -237,8 +251,11 @@ class Engine:
         self.telemetry.armed = True
         folder = os.environ.get(exchange.FOLDER, "").strip()
         if folder:
-            self.account.finished = exchange.Journal(Path(folder), rank).write
-            exchange.Responder(Path(folder), rank, world, self.snapshot).start()
+            try:
+                self.account.finished = exchange.Journal(Path(folder), rank).write
+                exchange.Responder(Path(folder), rank, world, self.snapshot).start()
+            except OSError as error:
+                raise seams.Refused([f"{exchange.FOLDER}: expected a folder to write to, found {error}"]) from None
         if rank == 0:
             print(f"specaccept: armed {self.policy.key} at {self.layout}", file=sys.stderr, flush=True)
 
@@ -386,10 +403,8 @@ def _arm_backend(module: Any, state: Engine) -> None:
             *rest,
             **named,
         )
-        if self.is_master_in_dp and step is not None:
-            state.account.add(step, run_reqs, run_reqs_update_packs)
-        elif self.is_master_in_dp:
-            state.account.end(run_reqs)
+        if self.is_master_in_dp:
+            state.handled(step, run_reqs, run_reqs_update_packs)
         return result
 
     @wraps(post_handle)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightllm_rig as rig
@@ -166,6 +168,48 @@ def test_totals_that_contradict_the_reported_tokens_disarm(field, more, capsys):
     assert not found["armed"]
     assert found["counters"][B0.key]["fallbacks"] == {"totals and tokens differ": 1}
     assert "expected 2 reported tokens of one step, found" in capsys.readouterr().err
+
+
+def test_several_tokens_without_a_step_disarm(capsys):
+    """A prefill reports one token of a request: more of them are a verify call that nobody counted."""
+    engine = patch.Engine(B0, rig.DOUBLE)
+    engine.telemetry.armed = True
+    req = request(True, False, 1)
+    _, kept, packs = one_step(req)
+    req.shm_req.mtp_verify_step_num -= 1
+    engine.look(kept, packs)
+    assert not engine.snapshot()["armed"]
+    assert "expected 2 reported tokens of one step, found 0 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", [B0, ASD], ids=lambda policy: policy.key)
+def test_a_record_that_cannot_be_written_disarms_and_the_engine_goes_on(policy, monkeypatch, capsys):
+    """The engine's own thread writes it: an error there would end the server, not its measurement."""
+    monkeypatch.setenv("SPECACCEPT_POLICY", json.dumps(policy.to_json()))
+    with rig.armed(rig.DOUBLE, policy, monkeypatch) as modules, monkeypatch.context() as patched:
+        rig.on_cpu(modules, patched)
+        engine = modules.patch.engine()
+        engine.telemetry.armed = True
+        with Path("/dev/full").open("wb", buffering=0) as full:
+            engine.account.finished = lambda record: full.write(json.dumps(record).encode())
+            items = [rig.Item([3, 5], 12, tag=n, prefill=bool(n % 2)) for n in range(4)] + [rig.Item([3], 1, tag=9)]
+            outcomes = rig.Server(modules, rig.Toy(2)).run(items)
+        assert all(len(outcome.ids) in (1, 12) or outcome.ids[-1] == rig.EOS for outcome in outcomes)
+        found = engine.snapshot()
+    assert not found["armed"]
+    assert found["counters"][policy.key]["fallbacks"]["record not written"] >= 1
+    assert "record not written: [Errno 28]" in capsys.readouterr().err
+
+
+def test_a_slot_closed_for_want_of_a_whole_proposal_is_not_out_of_budget():
+    """More columns verified than drafted: strict decides the block, and its mismatch has not drained a budget."""
+    engine = patch.Engine(ASD, rig.DOUBLE)
+    req = request(True, False, 1)
+    step, kept, packs = batch([req], [(True, False, [(4, (1, 0), True)] * 2, 0)], 0)
+    step.live = [2]
+    engine.account.add(step, kept, packs)
+    found = engine.snapshot()["counters"][ASD.key]
+    assert (found["drafts_verified"], found["budget_exhausted"]) == (2, 0)
 
 
 def one_step(req):

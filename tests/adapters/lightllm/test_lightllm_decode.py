@@ -242,6 +242,18 @@ def test_a_missing_seam_does_not_serve(tree, monkeypatch):
         assert not engine.telemetry.armed
 
 
+def test_a_folder_that_cannot_be_written_does_not_serve(tree, monkeypatch, tmp_path):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv(exchange.FOLDER, str(tmp_path / "taken"))
+    with (
+        rig.armed(tree, ASD, monkeypatch) as modules,
+        pytest.raises(
+            rig.seams.Refused, match=r"SPECACCEPT_TELEMETRY_DIR: expected a folder to write to, found .*taken"
+        ),
+    ):
+        modules.patch.engine().serve(0, 1)
+
+
 def test_two_threads_keep_their_steps_apart(tree, monkeypatch):
     """Thread A samples, then B samples; each verification finds its own logits.
 

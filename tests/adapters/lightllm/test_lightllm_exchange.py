@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import threading
 
 import pytest
 
@@ -99,7 +100,7 @@ def test_a_question_is_answered_once_and_nobody_is_woken_without_one(tmp_path):
     exchange._question(responder.pipe, "early")
     exchange._question(responder.pipe, "token")
     responder.answer()
-    assert json.loads((tmp_path / "rank-0.json").read_text())["answers"] == "token"
+    assert json.loads((tmp_path / "rank-0.json").read_text())["answers"] == ["early", "token"]
     assert asked == [1]
     assert select.select([responder.asked], [], [], 0)[0] == []
 
@@ -118,3 +119,100 @@ def test_questions_that_nobody_answers_do_not_fill_up(tmp_path):
         exchange._question(responder.pipe, f"{n:032}")
     responder.answer()
     assert json.loads((tmp_path / "rank-0.json").read_text())["answers"]
+
+
+def test_a_capture_is_told_by_the_first_rank_only(served):
+    one, other = telemetry(1), telemetry(1)
+    one.capture = {"folder": "lightllm-0"}
+    assert exchange.ask(served(one, other), 5)["capture"] == {"folder": "lightllm-0"}
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+def test_a_field_that_only_one_rank_has_is_named(served, newer):
+    class Newer:
+        def snapshot(self):
+            return telemetry(1).snapshot() | {"later": 1}
+
+    ranks = [telemetry(1), telemetry(1)]
+    ranks[newer] = Newer()
+    want = ("expected 1 as rank 0, found None", "expected None as rank 0, found 1")[newer]
+    with pytest.raises(exchange.NoAnswer, match=f"rank 1: later: {want}"):
+        exchange.ask(served(*ranks), 5)
+
+
+@pytest.mark.parametrize("junk", [b"\n", b"\xff\xfe\n", b" " * 5000 + b"\n"])
+def test_what_is_no_question_does_not_end_the_answering(served, junk):
+    folder = served(telemetry(1))
+    end = os.open(folder / "ask-0", os.O_WRONLY)
+    os.write(end, junk)
+    os.close(end)
+    assert exchange.ask(folder, 5)["armed"]
+
+
+def test_an_answer_that_failed_is_given_when_asked_again(served, monkeypatch, capfd):
+    """A full disk, say, that is not full for ever."""
+    monkeypatch.setattr(exchange, "REPEAT_S", 0.02)
+
+    class Failing:
+        left = 2
+
+        def snapshot(self):
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError("no space")
+            return telemetry(1).snapshot()
+
+    assert exchange.ask(served(Failing()), 5)["armed"]
+    assert "question not answered: OSError: no space" in capfd.readouterr().err
+
+
+def test_what_an_earlier_server_left_is_replaced(tmp_path):
+    """A file, or a pipe that the earlier one, still alive, would read from."""
+    (tmp_path / "ask-0").write_text("")
+    earlier, later = [], []
+    for seen in (earlier, later):
+        exchange.Responder(tmp_path, 0, 1, lambda seen=seen: seen.append(1) or telemetry(1).snapshot()).start()
+    for _ in range(5):
+        exchange.ask(tmp_path, 5)
+    assert (len(earlier), len(later)) == (0, 5)
+
+
+def test_two_who_ask_at_once_are_both_answered(tmp_path):
+    """Neither their order in the pipe nor an answer that comes before the first one looked takes it from him."""
+    responder = exchange.Responder(tmp_path, 0, 1, telemetry(1).snapshot)
+    for together in (True, False):
+        exchange._question(responder.pipe, "one")
+        if not together:
+            responder.answer()
+        exchange._question(responder.pipe, "other")
+        responder.answer()
+        found = exchange._answer(tmp_path / "rank-0.json")
+        assert {"one", "other"} <= set(found["answers"])
+
+
+def test_two_readers_do_not_starve_each_other(served, monkeypatch):
+    """As processes, which do not wait for each other. Nobody repeats himself."""
+    monkeypatch.setattr(exchange, "REPEAT_S", 600)
+    folder, answers = served(telemetry(1)), []
+
+    def reader():
+        answers.extend(exchange._ask(folder, 5)["armed"] for _ in range(20))
+
+    threads = [threading.Thread(target=reader) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [True] * 60
+
+
+def test_a_pipe_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "ask-0").symlink_to("ask-0")
+    with pytest.raises(exchange.NoAnswer, match=r"ask-0"):
+        exchange.ask(tmp_path, 0.1)
+
+
+def test_an_answer_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "rank-0.json").symlink_to("rank-0.json")
+    with pytest.raises(exchange.NoAnswer, match=r"rank-0\.json"):
+        exchange.ask(tmp_path, 0.1)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.parametrize("tree", TREES, ids=rig.name_of)
 
 
 def crowd(seed: int, count: int = 24) -> list[Item]:
-    """Cached and new prompts, ends by EOS and by length (of the first token too), pauses of both kinds, clients gone."""
+    """Cached and new prompts, ends by EOS and by length (the first token's too), pauses of both kinds, clients gone."""
     rng = np.random.default_rng(seed)
     items = []
     for n in range(count):
