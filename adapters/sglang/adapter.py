@@ -123,8 +123,8 @@ class Step:
     rejected: Tensor | None = None  # [B] float32: regret of the first draft that failed, where some row keeps them
     keeps: bool = False
     sampled: list[str | None] | None = None  # the rule of each sampled row, where some row's is not the engine's
-    accepted: bool = False  # the engine came by
-    logits: Tensor | None = None  # set while it accepts, and only then
+    due: set[str] = field(default_factory=lambda: {"accept"})  # hooks the engine must still come by
+    logits: Tensor | None = None  # set while the engine accepts, and only then
     live: Tensor | None = None
     pending: Pending | None = None  # of the capture
 
@@ -149,7 +149,7 @@ class Adapter:
         self.ledger: Ledger | None = None
         self.step: Step | None = None
         self.capture: Capture | None = None
-        self.plain = False  # a batch whose rows are all native needs nothing of ours
+        self.plain = True  # a batch whose rows are all native needs nothing of ours: so in a server that is not armed
         self.inner: list[tuple[Any, str, Any, Any]] = []  # where the hooks of the accept are: `place`
         self.spare: list[tuple[Any, str, Any, Any]] = []  # where the hook is that only a capture needs
         self.open: dict[str, tuple[weakref.ref, State]] = {}  # requests that have not ended, by id
@@ -193,7 +193,7 @@ class Adapter:
         if policy is None:
             policy = request_policy(custom_params)
             assert policy is not None
-            if len(self.policies) < OPEN:
+            if len(self.policies) < OPEN and len(text) < OPEN:  # what a client sends bounds neither
                 self.policies[text] = policy
         return policy
 
@@ -201,16 +201,22 @@ class Adapter:
         """The state of a request, made at its first prefill and kept through chunks and retraction."""
         if STATE not in req.__dict__:
             state = req.__dict__[STATE] = self._new_state(req)
+            if req.rid in self.open:  # dropped by the engine, and its id used again
+                self.settle(self.leave(req.rid)[1])
             if state is not None:
                 if len(self.open) >= self.open_limit:
                     self.book()
                     self.open_limit = max(OPEN, 2 * len(self.open))
-                if req.rid in self.open:  # dropped by the engine, and its id used again
-                    self.settle(self.open[req.rid][1])
                 self.open[req.rid] = (weakref.ref(req), state)
                 if not state.native:
                     self.served.add(state)
         return req.__dict__[STATE]
+
+    def leave(self, rid: str) -> tuple[Any, State]:
+        """Forget an open request. None for one that the engine has dropped."""
+        req, state = self.open.pop(rid)
+        self.served.discard(state)
+        return req(), state
 
     def _new_state(self, req: Any) -> State | None:
         if req.to_finish is not None or req.rid.startswith(HEALTH_CHECK):
@@ -244,9 +250,9 @@ class Adapter:
         self.place(True)
         try:
             result = original(worker, batch, *args, **kwargs)
-            if not step.accepted:  # but inside a CUDA graph, say, which knows nothing of the policy
-                found = "sglang: accept_draft_tokens: expected to be called for a policy, found another accept"
-                raise Refused(found)
+            if step.due:  # it accepted inside a CUDA graph, say, which knows nothing of the policy
+                missed = [seams.expected(self.version)[name][0].rpartition(".")[2] for name in sorted(step.due)]
+                raise Refused(f"sglang: {missed[0]}: expected to be called for a policy, found another accept")
             if self.step.detail is not None:
                 assert self.ledger is not None
                 result.specaccept = self.ledger.copy(self.step.detail)
@@ -294,8 +300,11 @@ class Adapter:
         if any(s is not None and s.walks for s in states):
             assert self.ledger is not None
             step.detail = self.ledger.detail(len(states), self.worker.drafts)
+        if step.keeps or step.detail is not None:
+            step.due.add("greedy")
         if any(rule not in (None, self.native_sampled) for rule in sampled):
             step.sampled = sampled
+            step.due.add("sampled")
         if self.capture is not None:
             step.pending = self.capture.begin(reqs, [rule is not None for rule in sampled])
         return step
@@ -310,7 +319,7 @@ class Adapter:
             kwargs["cutoff_layout"] = self._capped(kwargs.get("cutoff_layout"), len(step.states))
         layout = kwargs.get("cutoff_layout")
         step.logits, step.live = kwargs["target_logits"], None if layout is None else layout.verify_lens - 1
-        step.accepted = True
+        step.due.discard("accept")
         try:
             out = original(**kwargs)
         finally:
@@ -366,6 +375,7 @@ class Adapter:
         step = self.step
         if step is None or step.logits is None:
             return original(candidates=candidates, target_predict=target_predict)
+        step.due.discard("greedy")
         if step.pending is not None:
             step.pending.top = target_predict
         if step.detail is None:
@@ -400,6 +410,7 @@ class Adapter:
             step.pending.coins = kwargs["uniform_samples"]
         if step is None or step.logits is None or step.sampled is None:
             return original(**kwargs)
+        step.due.discard("sampled")
         rules = sorted(
             {rule for rule in step.sampled if rule is not None}, key=lambda rule: rule != self.native_sampled
         )
@@ -541,11 +552,11 @@ class Adapter:
         values: list[list] = [[] for _ in accumulator.rids]
         for row, (rid, reason) in enumerate(zip(accumulator.rids, accumulator.finished_reasons, strict=True)):
             if reason is not None and rid in self.open:
-                made, state = self.open.pop(rid)
-                req = made()
-                assert req is not None  # the batch holds it
+                req, state = self.leave(rid)
+                if req is None:  # dropped by the engine; the one that ends here has its id, and never began
+                    self.settle(state)
+                    continue
                 self.settle(state, len(req.output_ids_through_stop))
-                self.served.discard(state)
                 counters = self.telemetry.of(state.policy)
                 counters.requests += 1
                 if state.fallback is not None:
@@ -619,7 +630,6 @@ class Adapter:
     def arm(self, worker: Any, server_args: Any) -> None:
         """Check the hooks where they must be, what this server can serve, and the accept itself on a toy block."""
         put(self.inner + self.spare, True)
-        self.plain = False
         for name, path in seams.check(self.version).items():
             if name in HOOKS and not is_hooked(path, HOOKS[name]):
                 raise Refused(f"sglang {self.version}: {path}: expected the hook {HOOKS[name]}, found it missing")
@@ -735,7 +745,8 @@ def bindings(version: str, names: Sequence[str]) -> list[tuple[Any, str, Any, An
         hook = vars(holder)[attribute]
         if not _is_ours(hook, HOOKS[name]):
             continue
-        for module in [holder, *(m for m in list(sys.modules.values()) if isinstance(m, ModuleType))]:
+        modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+        for module in dict.fromkeys([holder, *modules]):
             places = [key for key, value in list(vars(module).items()) if value is hook]
             found += [(module, key, hook, hook.__wrapped__) for key in places]
     return found

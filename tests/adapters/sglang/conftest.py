@@ -79,7 +79,7 @@ def adapter(armed, monkeypatch):
     armed.arming = Arming()
     armed.telemetry = Telemetry("sglang", "sglang", armed.version)
     armed.worker = armed.ledger = armed.step = armed.differences = None
-    armed.open, armed.served, armed.policies, armed.plain = {}, set(), {}, False
+    armed.open, armed.served, armed.policies, armed.plain = {}, set(), {}, True
     put(armed.inner + armed.spare, True)
     armed.refused, armed.caps, armed.native_sampled = {}, {}, "chain"
     return armed

@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import sglang
 import torch
 from toggle_plugin import Toggle
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +15,7 @@ from toy_engine import SLOTS, ToyWorker, blocks, decode, extend, prefilled, requ
 from adapters.arm import Arming, Refused
 from adapters.policy import Policy
 from adapters.rules import asd
+from adapters.sglang import seams
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 sampling = pytest.mark.skipif(not INTERPRETED, reason="the engine's sampling kernels need TRITON_INTERPRET=1 on a CPU")
@@ -266,6 +268,49 @@ def test_an_accept_inside_the_graph_is_refused(worker):
     batch.toy["folded_accept"] = True
     with pytest.raises(Refused, match="accept_draft_tokens: expected to be called"):
         worker.forward_batch_generation(batch)
+
+
+def test_an_accept_that_passes_the_prefix_match_by_is_refused(worker, monkeypatch):
+    """What the step says of its rows would be whatever the last one of this size left there."""
+    req = request("r", policy=WIDE)
+    prefilled(worker, [req], [1])
+    batch = decode([req], [1], *one_relaxed(1.0))
+    worker.forward_batch_generation(batch)
+    owner = seams.resolve(seams.expected(sglang.__version__)["accept greedy"][0].rpartition(".")[0])
+    zeros = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(owner, "execute", lambda **_: (zeros, zeros.long(), zeros))
+    with pytest.raises(Refused, match="compute_dflash_correct_drafts_and_bonus: expected to be called"):
+        worker.forward_batch_generation(batch)
+
+
+def test_a_sampled_accept_that_passes_the_kernel_by_is_refused(worker, monkeypatch):
+    req = request("r", temperature=0.8, policy=Policy("block"))
+    prefilled(worker, [req], [1])
+    drafts, logits = one_relaxed(1.0)
+    batch = decode([req], [1], drafts, logits, draft_logits=torch.zeros(1, K, V))
+    zeros = torch.zeros(1, dtype=torch.int32)
+    accept = seams.resolve(seams.expected(sglang.__version__)["sampling core"][0].rpartition(".")[0])
+    monkeypatch.setattr(accept.AcceptSampling, "execute", lambda **_: (zeros, zeros.long(), zeros))
+    with pytest.raises(Refused, match="chain_speculative_sampling_triton: expected to be called"):
+        worker.forward_batch_generation(batch)
+
+
+def test_a_step_that_fails_leaves_no_hook_behind(adapter, worker, monkeypatch):
+    req = request("r", policy=WIDE)
+    prefilled(worker, [req], [1])
+
+    def fail(*_args, **_kwargs):
+        raise RuntimeError("out of memory")
+
+    batch = decode([req], [1], *one_relaxed(1.0))
+    monkeypatch.setattr(worker, "_forward_decode", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        worker.forward_batch_generation(batch)
+    assert adapter.step is None
+    assert all(getattr(owner, name) is own for owner, name, _, own in adapter.inner)
+    monkeypatch.undo()
+    adapter.ledger.assign(torch.tensor([1]), [req._specaccept.config], [0.0])
+    assert worker.forward_batch_generation(batch).outs.correct_len.tolist() == [K]
 
 
 def test_ranks_take_rank_zeros_answer_where_the_engine_does_not_see_to_it(adapter, worker):

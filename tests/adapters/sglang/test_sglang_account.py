@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 from toy_engine import accumulator, blocks, decode, prefilled, request
@@ -213,6 +214,37 @@ def test_steps_of_a_request_that_vanished_are_counted_and_the_request_forgotten(
     assert list(adapter.open) == ["late"]
     assert adapter.telemetry.counters["strict"].blocks == adapter.telemetry.counters[WIDE.key].blocks == 1
     assert adapter.open_limit == OPEN
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_an_id_used_again_is_another_request(adapter, worker, collected):
+    """A client that gave up in the middle of a chunked prefill: the engine drops the request without a payload."""
+    first = request("id", policy=WIDE)
+    prefilled(worker, [first], [1])
+    if collected:
+        del first
+    second = request("id", max_new_tokens=1)  # the same id, no policy
+    prefilled(worker, [second], [2])
+    assert (adapter.open, adapter.served) == ({}, set())
+    second.update_finish_state()
+    acc = accumulator()
+    acc.accept(req=second)
+    acc.to_payload(dp_rank=0, is_idle_batch=False)
+    assert respond(adapter, acc, 0) == {}
+    assert WIDE.key not in adapter.telemetry.counters  # it never verified a block, nor finished
+
+
+def test_an_id_used_again_by_a_request_that_never_began(adapter, worker):
+    req = request("id", policy=WIDE)
+    prefilled(worker, [req], [1])
+    del req
+    second = request("id", policy=WIDE)
+    second.finished_reason = FINISH_ABORT("the queue is full")
+    acc = accumulator()
+    acc.accept(req=second)
+    acc.to_payload(dp_rank=0, is_idle_batch=False)
+    assert respond(adapter, acc, 0) == {}
+    assert (adapter.open, adapter.served) == ({}, set())
 
 
 # -- responses -----------------------------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.dflash_utils import validate_dflash_request
-from toy_engine import ToyWorker, request, server_args
+from toy_engine import ToyWorker, blocks, decode, prefilled, request, server_args
 
 from adapters.arm import Arming, Refused
-from adapters.policy import REFERENCE_ONLY, REFERENCE_RULES, RULES, Policy
+from adapters.policy import REFERENCE_ONLY, REFERENCE_RULES, RULES, Policy, PolicyError
 from adapters.sglang import plugin, seams
-from adapters.sglang.adapter import HOOKS, is_hooked
+from adapters.sglang.adapter import HOOKS, OPEN, is_hooked
 
 OLD = not seams.since(sglang.__version__, seams.NATIVE_BLOCK_SINCE)  # no block verification of its own
 ALWAYS = set(REFERENCE_RULES) | ({"block-engine"} if OLD else set())  # refused on every server of this release
@@ -162,6 +162,9 @@ def test_without_a_policy_a_worker_that_cannot_arm_serves_on_and_refuses_request
     assert not adapter.telemetry.armed
     assert validate_dflash_request(request(), True) is None
     assert "0.5.99" in validate_dflash_request(request(policy=WIDE), True)
+    req, worker = request(), ToyWorker(5)
+    prefilled(worker, [req], [1])
+    assert len(worker.forward_batch_generation(decode([req], [1], *blocks(0, 1, 5, 24))).next_token_ids) == 6
 
 
 # -- the plugin itself ---------------------------------------------------------------------------------------------
@@ -238,6 +241,19 @@ def test_over_http_a_malformed_policy_is_a_400_that_names_the_field(adapter, mon
         if response.status_code == 400:
             assert "sampling_params.custom_params.specaccept: policy.budget: expected" in response.body.decode()
     assert codes == [400, 200]
+
+
+def test_policies_are_remembered_within_bounds(adapter):
+    text = json.dumps(WIDE.to_json())
+    for padded in (text, text + " " * 10**6):  # the same policy, and a megabyte that nobody should keep
+        assert adapter.requested({"specaccept": padded}) == WIDE
+    for n in range(2 * OPEN):
+        assert adapter.requested({"specaccept": {"rule": "asd", "budget": n / 4}}).budget == n / 4
+    assert len(adapter.policies) == OPEN
+    assert max(map(len, adapter.policies)) < OPEN
+    assert adapter.requested({"specaccept": {"rule": "asd", "budget": 1}}) is not None  # true == 1 in Python
+    with pytest.raises(PolicyError, match="budget"):
+        adapter.requested({"specaccept": {"rule": "asd", "budget": True}})
 
 
 def test_other_custom_params_are_left_alone(adapter, worker):

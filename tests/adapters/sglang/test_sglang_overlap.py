@@ -55,16 +55,16 @@ class Told:
 
 
 def walk(told: Told, drafts, top, regret, live: int) -> tuple[int, bool]:
-    """The rule of adapters/rules/asd/README.md, one draft at a time; charges the ledger. Whether the budget ended it."""
+    """The rule of adapters/rules/asd/README.md, draft by draft; charges the ledger. Length, and if the budget ended it."""
     policy = told.policy or STRICT
-    misses = 0
+    misses, most = 0, K if policy.max_mismatches is None else policy.max_mismatches
     for i in range(live):
         if drafts[i] == top[i]:
             continue
         r = regret[i]
         if policy.rule != "asd" or not (told.ledger < policy.budget and float32(told.ledger + r) <= policy.budget):
             return i, policy.rule == "asd"
-        if r > float32(policy.gate * (live - i)) or misses == (K if policy.max_mismatches is None else policy.max_mismatches):
+        if r > float32(policy.gate * (live - i)) or misses == most:
             return i, False
         told.ledger, misses = float32(told.ledger + r), misses + 1
     return live, False
