@@ -90,14 +90,16 @@ class Responder:
 
 
 class Journal:
-    """The lines of one rank, one per tagged request."""
+    """The lines of one rank, one per tagged request. Raises OSError for a line that is not written, or not whole."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"finished-{rank}.jsonl").open("wb", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record).encode() + b"\n")
+        line = json.dumps(record).encode() + b"\n"
+        if self.file.write(line) < len(line):  # a disk that is nearly full takes a part without a word
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Follower:

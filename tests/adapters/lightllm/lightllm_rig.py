@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import threading
+import time
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ DOUBLE = Path(__file__).parent / "double"
 REAL = [Path(name) for name in os.environ.get("LIGHTLLM_SRC", "").split(os.pathsep) if name]
 TREES = [DOUBLE, *REAL]
 V, W, EOS = 48, 8, 1
+START = {"sampling_backend": "triton", "mtp_step": 4, "dp": 1, "diverse_mode": False}
 f32 = np.float32
 
 
@@ -78,7 +80,7 @@ def armed(tree: Path, policy: Policy | None, monkeypatch):
         monkeypatch.delenv(ENVIRONMENT, raising=False)
     else:
         monkeypatch.setenv(ENVIRONMENT, json.dumps(policy.to_json()))
-    monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps({"sampling_backend": "triton", "mtp_step": 4, "dp": 1}))
+    monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(START))
     monkeypatch.syspath_prepend(str(tree))
     absent = _Absent()
     sys.meta_path.append(absent)
@@ -164,8 +166,8 @@ class Item:
     """One request. prefill: its first id comes from a prefill; otherwise from a step without one (prompt cached).
 
     resume_at: blocks after which the request is prefilled again (a pause, or a decode row mixed into a prefill).
-    widths: rows verified in block n (dynamic verify); empty: all. abort_at: blocks after which its client is gone.
-    pause_at: blocks after which it waits a while, and goes on from the prompt cache (Loop).
+    widths: rows verified in block n (dynamic verify); empty: all. stop: ids that end it. abort_at: blocks after which
+    its client is gone (Loop). pause_at: blocks after which it waits a while, and goes on from the prompt cache (Loop).
     """
 
     prompt: list[int]
@@ -176,6 +178,7 @@ class Item:
     resume_at: int = -1
     widths: list[int] = field(default_factory=list)
     tag: int = -1
+    stop: list[int] = field(default_factory=list)
     abort_at: int = -1
     pause_at: int = -1
 
@@ -215,8 +218,9 @@ def by_hand(
     totals, spent, blocks = Totals(requests=1), f32(0), 0
     last = item.prompt[-1]
 
-    def done():
-        return len(ids) >= item.max_new_tokens or (bool(ids) and ids[-1] == EOS)
+    def done(ids=ids):
+        stopped = bool(item.stop) and ids[-len(item.stop) :] == item.stop
+        return len(ids) >= item.max_new_tokens or (bool(ids) and ids[-1] == EOS) or stopped
 
     def prefilled():
         rows.append(last)
@@ -258,9 +262,7 @@ def by_hand(
                 charged.append((i, r))
             committed.append(x)
         committed.append(targets[len(committed)])
-        kept = committed[: item.max_new_tokens - len(ids)]
-        if EOS in kept:
-            kept = kept[: kept.index(EOS) + 1]
+        kept = next((committed[:n] for n in range(1, len(committed)) if done(ids + committed[:n])), committed)
         drafts = min(len(kept), len(committed) - 1, width if valid else 0)
         relaxed = [float(r) for i, r in charged if i < drafts]
         totals.blocks += 1
@@ -283,7 +285,10 @@ def by_hand(
 class Server:
     """A backend of the tree with a toy model: admits requests to slots, steps them, and frees a slot one step late."""
 
-    def __init__(self, modules, toy: Toy, step: int = 4, slots: int = 3, overlap: bool = False, ranks: bool = False):
+    def __init__(
+        self, modules, toy: Toy, step: int = 4, slots: int = 3, overlap: bool = False, ranks: bool = False, draft=None
+    ):
+        """draft: the backend's method that proposes, in the layout before LightSpec."""
         self.modules, self.toy, self.step, self.slots, self.overlap = modules, toy, step, slots, overlap
         self.table = torch.zeros(slots + 1, W, dtype=torch.int64)
         self.counted: list[tuple[int, int]] = []
@@ -325,6 +330,8 @@ class Server:
             ),
         }.items():
             setattr(self.backend, name, value)
+        if draft is not None:
+            self.backend.mtp_step, self.backend._draft_decode_func = step, types.MethodType(draft, self.backend)
         self.events = MagicMock()
 
     def _count(self, b_req_idx, next_token_ids, mask):
@@ -399,7 +406,7 @@ class Server:
             "sampling_param": SimpleNamespace(shm_param=param, invalid_token_ids=[]),
             "shm_req": shared,
             "finish_status": self.modules.batch.FinishStatus(),
-            "stop_sequences": [],
+            "stop_sequences": [item.stop] if item.stop else [],
             "generator": None,
             "shared_kv_node": None,
             "cur_output_len": 0,
@@ -496,8 +503,10 @@ class Loop(Server):
         threads = [threading.Thread(target=self._infer, daemon=True) for _ in range(2)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(60)
+        deadline = time.monotonic() + 60
+        while any(thread.is_alive() for thread in threads) and not self.failed and time.monotonic() < deadline:
+            for thread in threads:
+                thread.join(0.05)
         assert not self.failed, self.failed[0]
         assert not any(thread.is_alive() for thread in threads)
         return [self._outcome(req) for req in self.requests]

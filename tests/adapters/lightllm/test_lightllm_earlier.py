@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from types import SimpleNamespace
 
 import lightllm_rig as rig
 import pytest
 import torch
+from test_lightllm_decode import ASD
+from test_lightllm_loop import check, crowd, run
 
 from adapters.lightllm import seams
 from adapters.policy import Policy
@@ -108,3 +111,27 @@ def test_a_proposal_is_relaxed_and_junk_is_not(tree, monkeypatch):
         assert (ids[:4], length, accepted) == ([3, 4, 5, 6], 5, [1] * 5)  # the proposal: everything is cheap enough
         assert ids != own
         assert not engine.lost
+
+
+@pytest.mark.parametrize("source", EARLIER, ids=str)
+@pytest.mark.parametrize("policy", [Policy("asd", 0.0), ASD, HUGE], ids=lambda policy: policy.key)
+def test_a_crowd_on_two_threads(source, policy, monkeypatch):
+    """The real decode step of that layout; its drafter is the toy's."""
+
+    def draft(self, main_model_input, main_model_output, next_token_ids, mtp_accept_len, b_req_mtp_start_loc):
+        tails = (b_req_mtp_start_loc + mtp_accept_len - 1).tolist()
+        every = torch.zeros(len(next_token_ids), self.mtp_step + 1, dtype=torch.int64)
+        every[:, 0] = next_token_ids
+        for tail in tails:
+            every[tail, 1:] = torch.tensor(toy.draft(int(next_token_ids[tail]), self.mtp_step))
+        sys.modules[seams.NORMAL].mtp_scatter_next_token_ids(
+            req_to_next_token_ids=self.model.req_manager.req_sampling_params_manager.req_to_next_token_ids,
+            b_req_mtp_start_loc=b_req_mtp_start_loc,
+            all_next_token_ids=every,
+            b_req_idx=main_model_input.b_req_idx,
+            mtp_accept_len=mtp_accept_len,
+        )
+
+    toy, items = rig.Toy(31), crowd(31)
+    found = run(source, policy, toy, items, monkeypatch, slots=3, draft=draft)
+    check(*found, toy, items, policy)

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -216,3 +217,10 @@ def test_an_answer_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "rank-0.json").symlink_to("rank-0.json")
     with pytest.raises(exchange.NoAnswer, match=r"rank-0\.json"):
         exchange.ask(tmp_path, 0.1)
+
+
+def test_a_line_that_is_written_in_part_is_an_error(tmp_path):
+    journal = exchange.Journal(tmp_path, 0)
+    journal.file = SimpleNamespace(write=lambda line: len(line) - 1)
+    with pytest.raises(OSError, match="No space left"):
+        journal.write({"tag": 1})

@@ -196,9 +196,14 @@ def test_the_rule_on_ragged_rows(policy):
     assert (relaxed > 20) == (policy.max_mismatches != 0)
 
 
+@pytest.mark.parametrize("many", [3, accept.MANY])
 @pytest.mark.parametrize("policy", [Policy("asd", 3.0), Policy("asd", 8.0, 0.25, 2)], ids=lambda p: p.key)
-def test_a_workspace_decides_again_and_again(policy):
-    """One ledger through many calls of few shapes: buffers are used again, the engine's two tensors never are."""
+def test_a_workspace_decides_again_and_again(policy, many, monkeypatch):
+    """One ledger through many calls of few shapes: buffers are used again, the engine's two tensors never are.
+
+    Of more shapes than it remembers it forgets some, and the answers stay.
+    """
+    monkeypatch.setattr(accept, "MANY", many)
     rng = np.random.default_rng(5)
     ledger = accept.Ledger.empty(policy, 6, torch.device("cpu"))
     workspace, spent, kept, relaxed = accept.Workspace(ledger), np.zeros(6, dtype=f32), [], 0
@@ -220,6 +225,7 @@ def test_a_workspace_decides_again_and_again(policy):
         want = by_hand(policy, table, starts, ids, slots, z, spent, is_open)
         accept_len, accepted, told = workspace.decide(table, starts, ids, slots, z, logprobs, width)
         kept.append((accept_len, want[0], accepted, want[1]))
+        assert len(workspace.known) <= many
         assert ids.tolist() == want[2]
         assert told[: len(ids)].tolist() == want[3]
         assert told.shape[0] == len(ids) + len(starts)

@@ -29,6 +29,16 @@ def crowd(seed: int, count: int = 24) -> list[Item]:
     return items
 
 
+def stopping(toy: Toy, items: list[Item], policy) -> list[Item]:
+    """Every other of them with a stop sequence that its answer does contain."""
+    out = []
+    for n, item in enumerate(items):
+        ids = by_hand(toy, dataclasses.replace(item, abort_at=-1), policy, 4)[0].ids
+        at = len(ids) // 2
+        out.append(dataclasses.replace(item, stop=ids[at : at + 2]) if n % 2 and len(ids) > 3 else item)
+    return out
+
+
 def run(tree, policy, toy, items, monkeypatch, mixed=False, **options):
     torch.set_num_threads(1)
     with rig.armed(tree, policy, monkeypatch) as modules, monkeypatch.context() as patched:
@@ -86,6 +96,16 @@ def test_a_crowd_at_the_overlap_site(tree, policy, monkeypatch):
     toy, items = Toy(22), crowd(22)
     found = run(tree, policy, toy, items, monkeypatch, slots=4, overlap=True)
     check(*found, toy, items, policy)
+
+
+@pytest.mark.parametrize("policy", [B0, HUGE], ids=lambda p: p.key)
+def test_a_crowd_with_stop_sequences(tree, policy, monkeypatch):
+    toy = Toy(24)
+    items = stopping(toy, crowd(24), policy)
+    found = run(tree, policy, toy, items, monkeypatch, slots=3)
+    check(*found, toy, items, policy)
+    stopped = [o for o, item in zip(found[0], items, strict=True) if item.stop and o.ids[-2:] == item.stop]
+    assert len(stopped) > 3
 
 
 @pytest.mark.parametrize("policy", [B0, ASD], ids=lambda p: p.key)

@@ -21,8 +21,9 @@ class InferReq:
         return self.shm_req.input_len + self.cur_output_len
 
     def finish_if_due(self, eos_ids, output_len):
-        last = self.shm_req.shm_prompt_ids.arr[self.shm_req.input_len + output_len - 1]
-        if last in eos_ids:
+        seen = self.shm_req.shm_prompt_ids.arr[: self.shm_req.input_len + output_len].tolist()
+        stopped = any(len(stop) <= output_len and seen[-len(stop) :] == stop for stop in self.stop_sequences)
+        if stopped or seen[-1] in eos_ids:
             self.finish_status.set_status(FinishStatus.FINISHED_STOP)
         elif output_len >= self.sampling_param.shm_param.max_new_tokens:
             self.finish_status.set_status(FinishStatus.FINISHED_LENGTH)
