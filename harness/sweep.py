@@ -168,13 +168,16 @@ def planned(task: str, wanted: Grid, jobs: int = 1) -> tuple[Manifest, Path]:
 
     jobs: at a time on one machine.
     """
-    points, results = [], None
+    points, results, seen = [], None, dict[str, list[str]]()
     for own in wanted.points():
         config = load([f"task={task}", *wanted.base, *own])
         if config.launch.cores is not None and jobs > 1:
             raise ConfigError(f"launch.cores: jobs side by side would share them: expected sweep.jobs=1, found {jobs}")
         results = config.results
-        points.append(Point(_values(own), plan(config)))
+        point = Point(_values(own), plan(config))
+        if (twin := seen.setdefault(point.plan, own)) is not own:  # one run would stand for both, and each against each
+            raise ConfigError(f"sweep: expected points that differ, found {' '.join(twin)} and {' '.join(own)}")
+        points.append(point)
     assert results is not None
     base = [text for text in wanted.base if text.partition("=")[0] not in PLACES]
     axes = {

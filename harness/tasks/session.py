@@ -294,6 +294,9 @@ def session(
         traffic = load(config.traffic.options())
     except (CheckpointError, TokenizerError, ValueError, OSError) as error:
         raise TaskError(str(error).splitlines()[0]) from None
+    replicas, count = config.launch.replicas or 1, len(choose(traffic))
+    if config.launch.name == "process" and replicas > max(count, 1):
+        raise TaskError(f"launch.replicas: expected {count} or fewer, an item each, found {replicas}")
     items = {
         "traffic": traffic.name,
         "items": [item.id for item in choose(traffic)],

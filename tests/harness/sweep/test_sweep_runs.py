@@ -173,6 +173,7 @@ def test_ray_runs_the_points_on_a_local_cluster(sweep, tmp_path):
             ("policy.budget=1,2", "out=/proc/nobody/writes/here"),
             "out: expected a folder that can be written, found /proc/",
         ),
+        (("policy.budget=1,2,1.0",), "sweep: expected points that differ, found policy.budget=1 and policy.budget=1.0"),
         (("policy.budget=interval(1,2)",), "policy.budget: expected values to try in turn"),
     ],
 )

@@ -111,6 +111,13 @@ def test_servers_in_turn_are_of_a_bench_with_one_request_at_a_time(overrides, mo
         load([*overrides, "launch.replicas=2", *more])
 
 
+def test_no_server_of_a_run_is_without_an_item(harness, tmp_path):
+    status, out, err = harness("launch.replicas=3", "arms=[strict,asd]", "limit=2")
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1] == "specaccept: launch.replicas: expected 2 or fewer, an item each, found 3"
+    assert read_all(tmp_path / "results") == []
+
+
 def test_servers_one_after_another_end_with_the_baseline(runs):
     _, run, _ = runs(*UNARMED, "arms=[unarmed,strict,asd]", "limit=3")
     assert sound(run)
