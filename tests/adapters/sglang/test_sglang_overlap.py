@@ -32,6 +32,20 @@ def ignore(*_args, **_kwargs):
     """Stands for the engine's own part of a step, which a toy has none of."""
 
 
+class Grammar:
+    """Ends with id 9, and has no id 11."""
+
+    finished = ended = False
+
+    def accept_token(self, token: int) -> None:
+        if token == 11:
+            raise ValueError("no such token here")
+        self.ended = token == 9
+
+    def is_terminated(self) -> bool:
+        return self.ended
+
+
 @dataclasses.dataclass(eq=False)
 class Told:
     """What is known of a request without the adapter. rows: of each of its processed steps."""
@@ -55,7 +69,7 @@ class Told:
 
 
 def walk(told: Told, drafts, top, regret, live: int) -> tuple[int, bool]:
-    """The rule of adapters/rules/asd/README.md, draft by draft; charges the ledger. Length, and if the budget ended it."""
+    """adapters/rules/asd/README.md, draft by draft; charges the ledger. Length, and whether the budget ended it."""
     policy = told.policy or STRICT
     misses, most = 0, K if policy.max_mismatches is None else policy.max_mismatches
     for i in range(live):
@@ -79,8 +93,20 @@ class Loop:
         self.processor = SimpleNamespace(
             model_worker=SimpleNamespace(on_verify_complete_cpu=ignore),
             metrics_reporter=SimpleNamespace(snapshot_spec_decode_metrics=ignore),
-            advance_grammar_fsm=ignore,
+            advance_grammar_fsm=self.grammar,
+            _accept_grammar_tokens=self.retained,
         )
+
+    def retained(self, req, tokens) -> list[int]:
+        return SchedulerBatchResultProcessor._accept_grammar_tokens(self.processor, req, tokens)
+
+    def grammar(self, result, batch) -> None:
+        """As the engine's own: newer releases bring the grammar on before they look at the tokens."""
+        ids, lens = result.next_token_ids.view(-1, K + 1).tolist(), result.accept_lens.tolist()
+        going = [r.grammar is not None and not (r.finished() or r.is_retracted) for r in batch.reqs]
+        result.grammar_retained_tokens = [
+            self.retained(req, ids[i][: lens[i]]) if going[i] else None for i, req in enumerate(batch.reqs)
+        ]
 
     def arrive(self) -> None:
         policy = self.random.choice(POLICIES)
@@ -89,6 +115,7 @@ class Loop:
         if policy is not None and self.random.random() < 0.3:
             req.sampling_params.custom_params["specaccept_first_rejections"] = True
         req.stream = self.random.random() < 0.3
+        req.grammar = Grammar() if self.random.random() < 0.2 else None
         req.kv = SimpleNamespace(kv_committed_len=0)
         req.kv_committed_len = 0
         self.made += 1
@@ -111,10 +138,11 @@ class Loop:
         drafts, logits = blocks(self.random.randrange(2**31), len(batch), K, V)
         top = logits.argmax(-1)
         regret = logits.amax(-1)[:, :K] - logits[:, :K].gather(2, drafts[..., None])[..., 0]
-        lives = [self.random.randint(0, K) if self.capped else K for _ in batch]
+        capped = self.capped and self.random.random() < 0.7
+        lives = [self.random.randint(0, K) if capped else K for _ in batch]
         table = [batch, drafts.tolist(), top.tolist(), regret.tolist(), lives]
         seen = [walk(*row) for row in zip(*table, strict=True)]
-        lens = torch.tensor(lives) + 1 if self.capped else None
+        lens = torch.tensor(lives) + 1 if capped else None
         run = decode([t.req for t in batch], [t.slot for t in batch], drafts, logits, lens)
         result = self.worker.forward_batch_generation(run)
         assert result.outs.correct_len.tolist() == [length for length, _ in seen]
