@@ -130,12 +130,21 @@ class Engine:
         return accept_len, accepted
 
     def _lose(self, reason: str, detail: str = "") -> None:
-        """What is decided or counted here can no longer be vouched for: strict from here on, and not armed."""
-        if not self.lost:
-            print(f"specaccept: {reason}{detail}: strict from here on, not armed", file=sys.stderr, flush=True)
-        self.lost, self.telemetry.armed = reason, False
+        """What is decided here can no longer be vouched for: strict from here on, and not armed.
+
+        Only for what every rank sees: they must decide alike.
+        """
+        self.lost = self.lost or reason
+        self._disarm(reason, f"{detail}: strict from here on")
+
+    def _disarm(self, reason: str, detail: str) -> None:
+        self.telemetry.armed = False
         with self.account.lock:
-            self.telemetry.of(self.policy).fall_back(reason)
+            counters = self.telemetry.of(self.policy)
+            counters.fall_back(reason)
+            first = counters.fallbacks[reason] == 1
+        if first:
+            print(f"specaccept: {reason}{detail}, not armed", file=sys.stderr, flush=True)
 
     def look(self, run_reqs: Sequence[Any], packs: Sequence[Any]) -> None:
         """Of an engine that decides by itself: what its post-processing call was."""
@@ -144,7 +153,7 @@ class Engine:
         except Contradiction as error:
             self._lose(CONTRADICTED, f": {error}")
         except OSError as error:
-            self._lose(UNWRITTEN, f": {error}")
+            self._disarm(UNWRITTEN, f": {error}")
 
     def handled(self, step: Step | None, run_reqs: Sequence[Any], packs: Sequence[Any]) -> None:
         """A post-processing call, of a verify call or (None) of a prefill."""
@@ -153,8 +162,8 @@ class Engine:
                 self.account.end(run_reqs)
             else:
                 self.account.add(step, run_reqs, packs)
-        except OSError as error:  # in the engine's own thread: its requests are to go on
-            self._lose(UNWRITTEN, f": {error}")
+        except OSError as error:  # in the thread of the engine, and on this rank alone: requests go on by their rule
+            self._disarm(UNWRITTEN, f": {error}")
 
     def _prepare(self, step: Step, table: Tensor) -> bool:
         """Bring the ledger to this step's requests; False: nothing of it may be relaxed."""
