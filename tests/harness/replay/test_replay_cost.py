@@ -61,3 +61,36 @@ def test_nothing_is_measured_for_a_file_that_exists(tmp_path, monkeypatch, capsy
     monkeypatch.setattr("sys.argv", ["replay", "--overhead", "--out", str(tmp_path / "there.json")])
     assert main() == 1
     assert "expected no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rounds", "0"], "argument --rounds: expected 1 or more, found '0'"),
+        (["--rounds", "x"], "argument --rounds: expected 1 or more, found 'x'"),
+        (["--prompts", "-1"], "argument --prompts: expected 1 or more, found '-1'"),
+        (["--rows", "2"], "argument --rows: expected a share from 0 to 1, found '2'"),
+        (["--rows", "nan"], "argument --rows: expected a share from 0 to 1, found 'nan'"),
+        (["--out", "/proc/no/file.json"], "replay: /proc/no: No such file or directory"),
+        (["--out", "/proc/file.json"], "replay: /proc: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_measured_or_kept_is_refused_before_it_is_measured(words, told, monkeypatch, capsys):
+    def measure(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(cost, "measure", measure)
+    monkeypatch.setattr("sys.argv", ["harness.replay", "--overhead", *words])
+    try:
+        status = main()
+    except SystemExit as error:  # argparse
+        status = error.code
+    assert status in (1, 2)
+    assert capsys.readouterr().err.strip().splitlines()[-1].endswith(told)
+
+
+def test_no_rate_of_no_positions(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["harness.replay", "--benchmark", "--positions", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "argument --positions: expected 1 or more, found '0'" in capsys.readouterr().err
