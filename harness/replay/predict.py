@@ -99,20 +99,19 @@ class Bench:
         return [row for row in self.rows if row.arm == arm and row.error is None and row.steps > 0]
 
 
-def load(folder: str) -> Bench:
-    """A sound, complete bench record, measured without a capture."""
+def load(folder: str, field: str = "replay.times") -> Bench:
+    """A sound, complete bench record, measured without a capture. field: that names it, for the error."""
     found = read(Path(folder).expanduser())
     if not found.complete or found.record is None or found.record.task != "bench":
         why = found.problems[0] if found.problems else "not a complete bench run"
-        raise TaskError(f"replay.times: {folder}: {why}")
+        told = why.removeprefix(f"{Path(folder).name}: ")
+        raise TaskError(f"{field}: {folder}: {told}")
     record = found.record
     if record.verdict is None or record.verdict.outcome == "fail":
         reasons = "; ".join(record.verdict.reasons) if record.verdict else "no verdict"
-        raise TaskError(f"replay.times: {record.id}: expected a run that did not fail, found {reasons}")
+        raise TaskError(f"{field}: {record.id}: expected a run that did not fail, found {reasons}")
     if ((record.server or {}).get("adapter") or {}).get("capture"):
-        raise TaskError(
-            f"replay.times: {record.id}: measured while it was being captured: its times are not the engine's"
-        )
+        raise TaskError(f"{field}: {record.id}: measured while it was being captured: its times are not the engine's")
     engine, identity = record.identity.engine or {}, record.identity
     facts = {
         "engine": engine.get("name"),

@@ -60,8 +60,7 @@ def run(config: Config) -> int:
     try:
         capture = reader.read(path)
         key = config.replay.policy or _default(policies(capture))
-        benches, costs = ([predict.load(each) for each in runs] for runs in (config.replay.times, config.replay.costs))
-        live = [predict.load(folder) for folder in config.replay.live or ()] or benches
+        benches, live, costs = _runs(config)
         shared = [*dict.fromkeys(bench.record.id for bench in [*benches, *live])] if config.replay.shared else []
         if config.replay.shared and not shared:
             raise ConfigError("replay.shared: expected runs whose prompts are shared (replay.times), found none")
@@ -106,6 +105,16 @@ def run(config: Config) -> int:
     print(f"verdict: {made.verdict.outcome}" + "".join(f"\n  {reason}" for reason in made.verdict.reasons))
     print(f"record:  {os.path.relpath(folder)}")
     return STATUS[made.verdict.outcome]
+
+
+def _runs(config: Config) -> tuple[list[predict.Bench], list[predict.Bench], list[predict.Bench]]:
+    """Of replay.times, live (else times) and costs."""
+    asked = config.replay
+    found = {name: getattr(asked, name) or [] for name in ("times", "live", "costs")}
+    if (alone := [name for name in found if found[name]]) and not found["times"]:
+        raise ConfigError(f"replay.{alone[0]}: expected replay.times, whose step times predict, found none")
+    times, live, costs = ([predict.load(run, f"replay.{name}") for run in runs] for name, runs in found.items())
+    return times, live or times, costs
 
 
 def _default(found: dict[str, int]) -> str:

@@ -208,6 +208,20 @@ def test_prompts_are_shared_with_a_run(captured, tmp_path):
         run(captured[0], tmp_path, "replay.shared=true")
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["replay.times=[nowhere]"], r"replay\.times: nowhere: record\.json: "),
+        (["replay.times=[nowhere]", "replay.costs=[elsewhere]"], r"replay\.times: nowhere: "),
+        (["replay.live=[nowhere]"], r"replay\.live: expected replay\.times, whose step times predict, found none"),
+        (["replay.costs=[nowhere]"], r"replay\.costs: expected replay\.times, whose step times predict, found none"),
+    ],
+)
+def test_a_run_that_cannot_be_read_is_named_with_its_field(captured, tmp_path, more, words):
+    with pytest.raises((ConfigError, TaskError), match=words):
+        run(captured[0], tmp_path, *more)
+
+
 def test_another_length_than_the_engines_fails_the_replay(captured, tmp_path, capsys, monkeypatch):
     original = Table.matched.func
     monkeypatch.setattr(Table, "matched", property(lambda self: original(self) & (np.arange(self.drafts) < 2)))
