@@ -22,7 +22,7 @@ def crowd(seed: int, count: int = 24) -> list[Item]:
         prompt = rng.integers(2, rig.V, size=rng.integers(1, 5)).tolist()
         when = int(rng.integers(0, 5))
         kind = ("none", "none", "resume_at", "pause_at", "abort_at")[n % 5]
-        changes = {} if kind == "none" else {kind: when}
+        changes = {} if kind == "none" else {kind: max(when, kind == "abort_at")}  # a step is launched as it comes
         items.append(
             Item(prompt, int(rng.choice([1, 2, 5, 20, 40])), prefill=bool(rng.integers(2)), tag=100 + n, **changes)
         )
