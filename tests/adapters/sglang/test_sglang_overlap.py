@@ -200,10 +200,9 @@ class Loop:
         else:
             if self.running and self.random.random() < 0.1:  # not enough room
                 told = self.random.choice(self.running)
-                if told.req.output_ids:  # its prefill was looked at
-                    told.req.is_retracted = True
-                    self.leave(told)
-                    self.waiting.append(told)
+                told.req.is_retracted = True
+                self.leave(told)
+                self.waiting.append(told)
             if self.running:
                 launched = self.verify()
         if launched is not None:
