@@ -40,6 +40,7 @@ CALIBRATIONS = ("model", "engine", "traffic", "items", "first rejections", "quan
 OTHERS = ("run", "task", "model", "engine", "traffic", "status", "why")
 STATED = ("model", "setting", "policy", "TPS", "change", "tokens per step", "accuracy", "change ", "source", "note")
 OURS = "measured here"
+EMBEDDED = "specaccept-reference"  # harness/engines/reference/loading.py, without its torch
 PHASES = ("run", "arm", "tokens per step", "while thinking", "while answering", "tokens that are thinking")
 REPLAYED = ("policy", "tokens per step, 95 %", "while thinking", "while answering", "change", "95 %")
 POINTS = (
@@ -324,13 +325,15 @@ def sweeps_of(results: Path) -> list[Manifest]:
 
 
 def replayed(replays: Sequence[Replay]) -> list[Replay]:
-    """The newest that passed of each capture, each policy whose blocks were read from it, each choice of prompts."""
+    """The newest that passed of each capture, each policy whose blocks were read from it, each choice of prompts.
+
+    In the order of benches: an engine that people serve with before the embedded one, then by blocks."""
     newest = {
         (each.capture["manifest_sha256"], each.capture["policy"], tuple(each.capture.get("shared", ()))): each
         for each in replays
         if each.verdict.outcome == "pass"
     }
-    return list(newest.values())
+    return sorted(newest.values(), key=lambda each: (each.capture["engine"] == EMBEDDED, -each.capture["blocks"]))
 
 
 def replays_apart(replays: Sequence[Replay]) -> list[list[Cell]]:

@@ -8,6 +8,7 @@ import pytest
 from publish_rig import again, bench, config_of, edit
 
 from harness.config import ROOT
+from harness.engines.reference.loading import NAME
 from harness.publish import parts
 from harness.publish.cells import MINUS
 from harness.publish.sections import Ours, published
@@ -424,6 +425,16 @@ def test_blocks_of_each_policy_of_a_capture_are_shown(results, check):
     )
     shown = [name for name in ("20260101", "20260102", "20260103") if f"{name}T000000Z" in section]
     assert shown == ["20260102", "20260103"]
+
+
+def test_replays_of_engines_that_people_serve_with_come_first(results):
+    replay(results, "20260101T000000Z-00000000", engine=NAME, blocks=900)
+    replay(results, "20260102T000000Z-00000000", manifest_sha256="3" * 64, blocks=80)
+    replay(results, "20260103T000000Z-00000000", manifest_sha256="4" * 64, blocks=90)
+    write(results)
+    readme = (results / "README.md").read_text().partition("## Replayed")[2]
+    titles = [line for line in readme.splitlines() if line.startswith("### ") and "blocks of" in line]
+    assert [title.rpartition(", ")[2] for title in titles] == [f"{n} blocks of strict" for n in (90, 80, 900)]
 
 
 def test_prompts_of_runs_alone_hide_no_replay_of_all_and_live_checks_are_told(results, check):
