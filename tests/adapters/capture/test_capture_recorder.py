@@ -134,6 +134,18 @@ def record(folder, seed, monkeypatch, rate, rows=1.0, shard=16, requests=6, coun
     return made, numbers, kept
 
 
+def test_a_first_step_that_is_long_in_coming_costs_nothing(tmp_path):
+    """A shard of requests alone, from before any logits told how wide the vocabulary is."""
+    made = Recorder(Settings(tmp_path, 1.0, 0.0), "test", K, None, ABOUT)
+    number = made.enter("r", "strict")
+    assert made.sync(60)
+    made.add(one_block(made, number))
+    made.close()
+    found = reader.read(tmp_path)
+    assert [shard["blocks"] for shard in found.manifest["shards"]] == [0, 1]
+    assert (list(found.requests), len(found.columns["request"])) == ([number], 1)
+
+
 @pytest.mark.parametrize(("rate", "rows"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.5)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_block_is_in_the_shards_as_it_was(tmp_path, monkeypatch, seed, rate, rows):
