@@ -243,10 +243,13 @@ def main() -> int:
             g = random.Random(batch)
             ids = [[g.randrange(1000, 100000) for _ in range(64)] for _ in range(4 * batch)]
             tokens = round(args.flip_steps * pace)
-            file = folder / "flips.jsonl"
-            found = flips(urls["armed"], ARMS["asd-b0"], ids, batch, args.flips, args.every, tokens, file)
-            report.setdefault("flips", {})[str(batch)] = found
-            write({})
+            file, arm = folder / "flips.jsonl", ARMS["asd-b0"]
+
+            def write_flips(found: dict, batch: int = batch) -> None:
+                report.setdefault("flips", {})[str(batch)] = found
+                write({})
+
+            write_flips(flips(urls["armed"], arm, ids, batch, args.flips, args.every, tokens, file, write_flips))
         report["batches"] = measure({name: urls.get(name, urls["armed"]) for name in arms}, args, arms, write)
         report["counters"] = snapshot(urls["armed"])["counters"]
         report["ranks"] = snapshot(urls["armed"]).get("ranks")

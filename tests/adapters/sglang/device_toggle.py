@@ -218,9 +218,18 @@ def flipped(pairs: list[tuple[bool, float]]) -> dict:
 
 
 def flips(
-    url: str, policy: dict | None, inputs: list, rows: int, seconds: float, every: int, tokens: int, file: Path
+    url: str,
+    policy: dict | None,
+    inputs: list,
+    rows: int,
+    seconds: float,
+    every: int,
+    tokens: int,
+    file: Path,
+    write: Callable[[dict], None],
 ) -> dict:
-    """`rows` requests at a time change sides on their way; the file holds what the scheduler wrote of them."""
+    """`rows` requests at a time change sides on their way; the file holds what the scheduler wrote of them, of each
+    group once the next one is there. write: told after every group, so that a run that is ended keeps those before."""
     file.unlink(missing_ok=True)
     began, turn = time.monotonic(), 0
     while not turn or time.monotonic() - began < seconds:
@@ -231,6 +240,7 @@ def flips(
         if status != 200:
             raise RuntimeError(f"/generate {rids[0]}: expected 200, found {status}: {answer}")
         turn += 1
+        write(flipped(segments(file, rows)))
     last = {"rid": f"on-{rows}-{began}", "input_ids": inputs[0], "sampling_params": params(None, 0.0, 1)}
     call(url, "/generate", last)  # at which the scheduler writes
     return flipped(segments(file, rows))
@@ -299,9 +309,12 @@ def main() -> int:
             one_by_one(client, inputs, arms, seconds, write)
         for rows in args.flip_rows if args.flips and not args.url else ():
             file, policy = folder / "flips.jsonl", POLICIES[args.flip_arm]
-            found = flips(url, policy, inputs, rows, args.flips, args.every, args.flip_tokens, file)
-            report.setdefault("flips", {})[str(rows)] = found
-            save()
+
+            def write_flips(found: dict, rows: int = rows) -> None:
+                report.setdefault("flips", {})[str(rows)] = found
+                save()
+
+            write_flips(flips(url, policy, inputs, rows, args.flips, args.every, args.flip_tokens, file, write_flips))
         if args.blocks:
 
             def write_blocks(seen: list) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import pytest
 import sglang
 import toggle_plugin
 from toggle_plugin import ONCE, Toggle
@@ -74,3 +75,25 @@ def test_what_a_flipped_request_says(tmp_path):
     assert summary["ms_per_step"] == {"on": 3.0, "off": 2.0}
     assert (summary["on/off, steps per second"]["ratio"], summary["on/on"]["ratio"]) == (0.66667, 1.0)
     assert flipped(found[:3]) == {"rows": 0}
+
+
+def test_a_run_that_is_ended_keeps_the_groups_before(tmp_path, monkeypatch):
+    import device_toggle
+
+    group = [(i * 10**6, (i // 3) % 4 in (0, 3), i // 3, 2) for i in range(16)]
+    file, asked, written = tmp_path / "flips", [], []
+
+    def call(url, path, body):  # as the plugin does: a group's steps are written when another request comes
+        if asked:
+            with file.open("a") as out:
+                out.write(json.dumps(group) + "\n")
+        asked.append(body["rid"])
+        if len(asked) == 4:
+            raise SystemExit(143)
+        return 200, {}
+
+    monkeypatch.setattr(device_toggle, "call", call)
+    with pytest.raises(SystemExit):
+        device_toggle.flips("", None, [[1], [2]], 2, 1e9, 3, 8, file, written.append)
+    rows = [found.get("on/off, steps per second", {"rows": 0})["rows"] for found in written]
+    assert rows == [0, 1, 2]
