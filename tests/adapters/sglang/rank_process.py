@@ -11,7 +11,11 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+
+# isort: split
 from conftest import arm_plugin  # which stands in for torchvision, before the engine is imported
+
+# isort: split
 from toy_engine import ToyWorker, blocks, decode, prefilled, request, server_args
 
 from adapters.policy import Policy
