@@ -22,7 +22,14 @@ def running(overrides, ticks, tmp_path):
         argv = [sys.executable, "-m", "harness", *overrides, "limit=300", *more]
         here = os.path.dirname(os.path.dirname(__file__))
         environment = os.environ | {"PYTHONPATH": here, "FAKE_FAULT": fault}
-        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            argv,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background job
+        )
         with open(ticks, "rb") as pipe:
             pipe.read(answers)
             os.killpg(process.pid, number)
