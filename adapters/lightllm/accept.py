@@ -76,56 +76,19 @@ class Verdict(NamedTuple):
 def judge(
     table: Tensor, starts: Tensor, ids: Tensor, rows_slot: Tensor, logits: Tensor, ledger: Ledger, width: int
 ) -> Verdict:
-    """Walk every request of a verify call and charge its slot.
+    """Walk every request of a verify call and charge its slot: the padded torch oracle, for a CPU without Triton.
 
     table [slots, W] int64: column j+1 is the draft judged at the request's row j. starts [N] int: first row of each
     request, contiguous rows. ids [R] int: the engine's chosen ids. rows_slot [R] int: slot of each row. logits [R, V].
     width: most drafts of a request here (the longest run of rows less one).
     """
-    N, R = starts.shape[0], ids.shape[0]
-    slots = rows_slot.index_select(0, starts)
-    drafts = table[:, 1 : 1 + width]
-    device = ids.device
-    if not use_kernel(logits):
-        return _oracle(drafts, starts, ids, slots.long(), logits, ledger, Report.empty(N, width, device))
-    from adapters.rules.asd import triton
-
-    length = torch.empty(N, dtype=torch.int32, device=device)
-    accepted = torch.empty(R, dtype=torch.int32, device=device)
-    committed = torch.empty_like(ids)
-    report = Report(  # the kernel fills all of it
-        torch.empty(N, width, dtype=torch.float32, device=device),
-        torch.empty(N, dtype=torch.int32, device=device),
-        torch.empty(N, dtype=torch.int8, device=device),
-    )
-    launch = triton.Launch(
-        draft_ids=drafts,
-        logits=logits,
-        length=length,
-        bonus=torch.empty(N, dtype=torch.int64, device=device),
-        spent=ledger.spent,
-        params=ledger.params,
-        slots=slots,
-        starts=starts,
-        table=True,
-        ids=committed,
-        accepted=accepted,
-        report=report,
-    )
-    triton.walk(launch, ids)
-    return Verdict(length + 1, accepted, committed, report.stop)
-
-
-def _oracle(
-    drafts: Tensor, starts: Tensor, ids: Tensor, slots: Tensor, logits: Tensor, ledger: Ledger, report: Report
-) -> Verdict:
-    """The same through the padded torch oracle: what runs on a CPU without Triton's interpreter."""
-    R, V = logits.shape
+    (R, V), device = logits.shape, ids.device
+    slots, drafts = rows_slot.index_select(0, starts).long(), table[:, 1 : 1 + width]
+    report = Report.empty(starts.shape[0], width, device)
     starts = starts.long()
     ends = torch.cat([starts[1:], starts.new_tensor([R])])
     live = (ends - starts - 1).to(torch.int32)
-    width = drafts.shape[1]
-    index = (starts[:, None] + torch.arange(width + 1, device=ids.device)).clamp(max=R - 1)
+    index = (starts[:, None] + torch.arange(width + 1, device=device)).clamp(max=R - 1)
     x, top = drafts[slots], ids.long()[index]
     known = (x >= 0) & (x < V)
     z_top = logits[index[:, :-1], top[:, :-1]].float()
@@ -135,7 +98,7 @@ def _oracle(
     params = Params(*(field[slots] for field in ledger.params))
     length = naive.walk(x, top, regret, spent, params, live, report).length
     ledger.spent[slots] = spent
-    committed, accepted = ids.clone(), torch.zeros(R, dtype=torch.int32, device=ids.device)
+    committed, accepted = ids.clone(), torch.zeros(R, dtype=torch.int32, device=device)
     for n, (start, end, count) in enumerate(zip(starts.tolist(), ends.tolist(), length.tolist(), strict=True)):
         accepted[start : min(end, start + count + 1)] = 1
         committed[start : start + count] = x[n, :count].to(ids.dtype)

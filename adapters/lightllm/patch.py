@@ -401,7 +401,7 @@ def _arm_backend(module: Any, state: Engine) -> None:
         *rest,
         **named,
     ):
-        step = state.take_step()
+        step = None if state.engine_decides else state.take_step()
         result = post_handle(
             self,
             run_reqs,
@@ -412,33 +412,10 @@ def _arm_backend(module: Any, state: Engine) -> None:
             *rest,
             **named,
         )
-        if self.is_master_in_dp:
-            state.handled(step, run_reqs, run_reqs_update_packs)
-        return result
-
-    @wraps(post_handle)
-    def _post_handle_and_look(
-        self,
-        run_reqs,
-        next_token_ids,
-        next_token_logprobs,
-        next_token_ranks,
-        run_reqs_update_packs,
-        *rest,
-        **named,
-    ):
-        result = post_handle(
-            self,
-            run_reqs,
-            next_token_ids,
-            next_token_logprobs,
-            next_token_ranks,
-            run_reqs_update_packs,
-            *rest,
-            **named,
-        )
-        if self.is_master_in_dp:
+        if self.is_master_in_dp and state.engine_decides:
             state.look(run_reqs, run_reqs_update_packs)
+        elif self.is_master_in_dp:
+            state.handled(step, run_reqs, run_reqs_update_packs)
         return result
 
     @wraps(init_model)
@@ -448,15 +425,13 @@ def _arm_backend(module: Any, state: Engine) -> None:
         state.serve(self.global_rank, self.global_world_size, kvargs["args"])
         return result
 
-    backend.init_model = _init_model
+    backend.init_model, backend._post_handle = _init_model, _post_handle
     if state.engine_decides:
-        backend._post_handle = _post_handle_and_look
         return
     if not state.policy_is_strict:  # these two are for what was edited
         backend._get_next_token_ranks = _get_next_token_ranks
         backend._async_copy_next_token_infos_to_pin_mem = _async_copy_next_token_infos_to_pin_mem
     backend._sample_and_scatter_token = _sample_and_scatter_token
-    backend._post_handle = _post_handle
 
 
 __all__ = ["Engine", "Sampled", "account", "engine", "module_loaded"]

@@ -97,10 +97,10 @@ def test_zero_budget_is_the_engine_s_kernel(strict):
         lengths, accepted = strict(
             req_to_next_token_ids=table, b_req_mtp_start_loc=starts, new_next_token_ids=ids, b_req_idx=slots
         )
-        verdict = accept.judge(table, starts, ids, slots, z, ledger, rig.W - 1)
-        assert torch.equal(verdict.accept_len, lengths)
-        assert torch.equal(verdict.accepted, accepted)
-        assert torch.equal(verdict.ids, ids)
+        own, rows, committed, *_ = decide(table, starts, ids, slots, z, ledger, rig.W - 1)
+        assert torch.equal(own, lengths)
+        assert torch.equal(rows, accepted)
+        assert torch.equal(committed, ids)
         seen += len(parts)
     assert not ledger.spent.any()
 
@@ -114,11 +114,18 @@ def test_zero_budget_on_single_batches(strict):
         )
         if width == 0:
             continue
-        verdict = accept.judge(table, starts, ids, slots, z, zero_budget(table.shape[0]), width)
-        assert torch.equal(verdict.accept_len, lengths)
-        assert torch.equal(verdict.accepted, accepted)
-        assert verdict.ids.dtype == ids.dtype
-        assert torch.equal(verdict.ids, ids)
+        own, rows, committed, *_ = decide(table, starts, ids, slots, z, zero_budget(table.shape[0]), width)
+        assert torch.equal(own, lengths)
+        assert torch.equal(rows, accepted)
+        assert committed.dtype == ids.dtype
+        assert torch.equal(committed, ids)
+
+
+def decide(table, starts, ids, slots, z, ledger, width):
+    """What a verify call of the engine would say, of copies: accept_len, accepted, ids, logprobs, regret [R]."""
+    ids, logprobs = ids.clone(), torch.log_softmax(z, -1).gather(1, ids.long()[:, None]).view(-1)
+    accept_len, accepted, told = accept.Workspace(ledger).decide(table, starts, ids, slots, z, logprobs, width)
+    return accept_len, accepted, ids, logprobs, told[: len(ids)]
 
 
 def by_hand(policy, table, starts, ids, slots, z, spent, is_open):
@@ -180,13 +187,10 @@ def test_the_rule_on_ragged_rows(policy):
                 ledger.open(slot, 1.0)
         spent = (rng.integers(0, 5, size=count) / 2).astype(f32)
         ledger.spent.copy_(torch.tensor(spent))
-        logprobs = torch.log_softmax(z, -1).gather(1, ids.long()[:, None]).view(-1)
         want = by_hand(policy, table, starts, ids, slots, z, spent, is_open)
-        verdict = accept.judge(table, starts, ids, slots, z, ledger, width)
-        engine_ids, engine_logprobs = ids.clone(), logprobs.clone()
-        regret = accept.commit(verdict, engine_ids, engine_logprobs, z)
-        assert verdict.accept_len.tolist() == want[0]
-        assert verdict.accepted.tolist() == want[1]
+        own, rows, engine_ids, engine_logprobs, regret = decide(table, starts, ids, slots, z, ledger, width)
+        assert own.tolist() == want[0]
+        assert rows.tolist() == want[1]
         assert engine_ids.tolist() == want[2]
         assert regret.tolist() == want[3]
         np.testing.assert_array_equal(ledger.spent.numpy(), spent)
@@ -254,6 +258,6 @@ def test_a_temperature_scales_budget_and_gate_not_the_logits():
             for slot in range(table.shape[0]):
                 ledger.enter(slot, temperature)
                 ledger.open(slot, temperature)
-            verdict = accept.judge(table, starts, ids, slots, z / temperature, ledger, width)
-            answers.append((verdict.accept_len.tolist(), (ledger.spent * temperature).tolist()))
+            accept_len, *_ = decide(table, starts, ids, slots, z / temperature, ledger, width)
+            answers.append((accept_len.tolist(), (ledger.spent * temperature).tolist()))
         assert answers[0] == answers[1]
