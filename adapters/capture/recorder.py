@@ -55,6 +55,15 @@ BATCH_BLOCKS, BATCH_BYTES = 64, 4 << 20  # what the writer takes at a time: with
 # The writer works seldom and then on many blocks: while it holds the interpreter's lock the engine's thread waits. A
 # turn in which nothing came ends the shard.
 WAKE_SECONDS, WAKE_STEPS, WAKE_SHARE = 2.0, 256, 8
+_LISTS = {  # columns, and where Blocks has them
+    "request": "requests",
+    "step": "steps",
+    "position": "positions",
+    "flags": "flags",
+    "length": "length",
+    "bonus": "bonus",
+    "temperature": "temperatures",
+}
 _DRAWN_COLUMNS = ("log_p", "log_q", "excess", "coin")
 
 
@@ -98,7 +107,7 @@ class Blocks:
 @dataclass(slots=True)
 class _Step:
     """A step on its way to the writer. size: bytes that it holds. blocks: of a CPU, as they came; else its captured
-    rows: host lists, and tensors, those of a device packed in pinned memory.
+    rows: host lists, and tensors packed in pinned memory.
 
     full: its rows with full rows. drawn: its rows with drafts drawn from q. layout: of the packed columns, and of those
     of the drawn rows: name and width; steps of one layout are unpacked together.
@@ -107,7 +116,6 @@ class _Step:
     size: int
     blocks: Blocks | None
     host: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     full: Sequence[int] = ()
     drawn: Sequence[int] = ()
     layout: tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]] = ((), ())
@@ -215,29 +223,20 @@ class Recorder:
                 setattr(blocks, name, value.tolist())
         return _Step(size, blocks)
 
-    def _lists(self, blocks: Blocks) -> _Step:
-        """A step of the CPU, in the writer: the captured rows of it."""
-        blocks, full = self._captured(blocks)
-        drawn = blocks.drawn
-        tensors = {"logits": blocks.logits, "drafts": blocks.drafts, "top": blocks.top, "anchors": blocks.anchors}
-        if blocks.live is not None:
-            tensors["live"] = blocks.live
-        if drawn is not None:
-            tensors |= {"p": drawn.p, "q": drawn.q} | ({} if drawn.coins is None else {"coin": drawn.coins})
-        host = self._host(blocks, {}, full)
-        return _Step(0, None, host, tensors, full, () if drawn is None else drawn.rows)
+    def _captured(self, blocks: Blocks) -> Blocks:
+        """The blocks of requests that are captured."""
+        if min(blocks.requests) >= 0 and blocks.drawn is None:
+            return blocks
+        return _selected(blocks, [i for i, number in enumerate(blocks.requests) if number >= 0])
 
-    def _captured(self, blocks: Blocks) -> tuple[Blocks, Sequence[int]]:
-        """The blocks of requests that are captured, and which of them keep full rows."""
-        keep = [i for i, number in enumerate(blocks.requests) if number >= 0]
-        if len(keep) < len(blocks.requests) or blocks.drawn is not None:
-            blocks = _selected(blocks, keep)
-        return blocks, [i for i, number in enumerate(blocks.requests) if number in self._full]
+    def _kept(self, requests: Sequence[int]) -> list[int]:
+        """Which of them keep full rows."""
+        return [i for i, number in enumerate(requests) if number in self._full] if self._full else []
 
     def _on_device(self, blocks: Blocks) -> _Step | None:
         """Statistics behind the engine's own kernels, then copies into pinned memory and an event. Nothing waits."""
-        blocks, full = self._captured(blocks)
-        n, drawn = len(blocks.requests), blocks.drawn
+        blocks = self._captured(blocks)
+        n, drawn, full = len(blocks.requests), blocks.drawn, self._kept(blocks.requests)
         tensors: dict[str, Tensor] = {"anchors": blocks.anchors}
         host = self._host(blocks, tensors, full)
         if blocks.live is not None:
@@ -266,7 +265,7 @@ class Recorder:
         layout = tuple(tuple((name, t[0].numel()) for name, t in each.items()) for each in (columns, found))
         size = sum(part.numel() * 4 for part in parts)
         rows = () if drawn is None else drawn.rows
-        return _Step(size, None, host, {}, full, rows, (layout[0], layout[1]), event, pinned)
+        return _Step(size, None, host, full, rows, (layout[0], layout[1]), event, pinned)
 
     def _scaled(self, temperatures: Sequence[float]) -> bool:
         """Whether logits are still to be divided by a temperature."""
@@ -387,7 +386,7 @@ class Recorder:
             if steps[0].event is not None:
                 self._append(_of_pinned(steps, self))
             else:
-                self._append(_of_cpu([self._lists(step.blocks) for step in steps if step.blocks is not None], self))
+                self._append(_of_cpu([self._captured(step.blocks) for step in steps if step.blocks is not None], self))
             self._taken += size
             if self._open_blocks >= SHARD_BLOCKS or self._open_bytes >= SHARD_BYTES:
                 self._flush()
@@ -452,37 +451,40 @@ class Recorder:
         _write_whole(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode() + b"\n")
 
 
-def _of_cpu(steps: list[_Step], recorder: Recorder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _of_cpu(steps: list[Blocks], recorder: Recorder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Columns and full rows of raw steps, measured together."""
 
     def joined(name: str) -> Tensor:
-        parts = [step.tensors[name] for step in steps]
+        parts = [getattr(step, name) for step in steps]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    parts = [step.tensors["logits"] for step in steps]
+    host = {name: [value for step in steps for value in getattr(step, of)] for name, of in _LISTS.items()}
+    parts = [step.logits for step in steps]
     logits, drafts, top = parts[0], joined("drafts"), joined("top")
     if len(parts) > 1:
-        shape = len(drafts), *logits.shape[1:]
-        logits = torch.cat(parts, out=recorder._scratch.take("logits", shape))
-    host = _joined_lists(steps)
+        logits = torch.cat(parts, out=recorder._scratch.take("logits", (len(drafts), *logits.shape[1:])))
     temperature = torch.tensor(host["temperature"], dtype=torch.float32)
     inverse = 1 / temperature if recorder._scaled(host["temperature"]) else None
     columns = stats.of_logits(logits, drafts, top, inverse, recorder._scratch)
     columns["anchor"] = joined("anchors").int()
-    if any("live" in step.tensors for step in steps):
-        every = [step.tensors.get("live", torch.full((len(step),), recorder.drafts)) for step in steps]
-        columns["live"] = torch.cat(every).int()
-    else:
-        columns["live"] = torch.full((len(top),), recorder.drafts, dtype=torch.int32)
+    columns["live"] = torch.full((len(top),), recorder.drafts, dtype=torch.int32)
     _finish(columns, host, temperature, recorder)
-    full, at = _offset(steps, "full"), _offset(steps, "drawn")
-    rows = {"target_logits": logits[full].float()} if full else {}
-    drawn = [step for step in steps if len(step.drawn)]
-    if drawn:
-        p, q = (torch.cat([step.tensors[name] for step in drawn]) for name in ("p", "q"))
+    rows, first, at = {}, 0, []
+    full = recorder._kept(host["request"])
+    if full:
+        columns["flags"][full] |= FULL
+        rows["target_logits"] = logits[full].float()
+    for step in steps:
+        if step.live is not None:
+            columns["live"][first : first + len(step.live)] = step.live
+        if step.drawn is not None:
+            at += [first + row for row in step.drawn.rows]
+        first += len(step.requests)
+    if drawn := [step.drawn for step in steps if step.drawn is not None]:
+        p, q = torch.cat([each.p for each in drawn]), torch.cat([each.q for each in drawn])
         found = stats.of_probs(drafts[at], p, q)
         unknown = torch.full((1, recorder.drafts), torch.nan)
-        coins = [step.tensors.get("coin", unknown.expand(len(step.drawn), -1)) for step in drawn]
+        coins = [unknown.expand(len(each.rows), -1) if each.coins is None else each.coins for each in drawn]
         found["coin"] = torch.cat([coin.float() for coin in coins])
         _merge(columns, found, at)
         if chosen := [j for j, row in enumerate(at) if row in set(full)]:
