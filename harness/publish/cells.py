@@ -58,8 +58,9 @@ def identity(record: Record, arm: str) -> str:
         return WIDTH
     if gate := _gate(record, arm):
         if gate["mismatches"]:
-            word = "differ" if record.verdict is not None and record.verdict.outcome == "pass" else "FAIL"
-            return f"{word} {gate['mismatches']}/{gate['compared']}"
+            text = f"{arm}: {gate['mismatches']} of {gate['compared']} outputs differ"  # as the verdict would say it
+            blamed = record.verdict is None or any(reason.startswith(text) for reason in record.verdict.reasons)
+            return f"{'FAIL' if blamed else 'differ'} {gate['mismatches']}/{gate['compared']}"
         return f"{gate['compared']}/{gate['expected']} equal"
     if arm == record.summary.get("baseline"):
         return "baseline"

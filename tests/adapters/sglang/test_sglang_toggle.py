@@ -97,3 +97,14 @@ def test_a_run_that_is_ended_keeps_the_groups_before(tmp_path, monkeypatch):
         device_toggle.flips("", None, [[1], [2]], 2, 1e9, 3, 8, file, written.append)
     rows = [found.get("on/off, steps per second", {"rows": 0})["rows"] for found in written]
     assert rows == [0, 1, 2]
+
+
+def test_flips_say_whether_b0_is_within_the_bar_where_there_are_some():
+    from device_steps import within_bar
+
+    rounds = {batch: {"against_unarmed": {"asd-b0": {"ratio": ratio}}} for batch, ratio in (("1", 1.005), ("8", 1.05))}
+    assert within_bar({"batches": rounds}, "unarmed") == {"1": True, "8": False}
+    flips = {"8": {"on/off, steps per second": {"ratio": 0.999}}, "32": {"on/off, steps per second": {"ratio": 0.98}}}
+    found = within_bar({"batches": rounds, "flips": flips | {"1": {"rows": 0}}}, "unarmed")
+    assert found == {"1": True, "8": True, "32": False}
+    assert within_bar({"batches": {}}, "unarmed") == {}  # nothing measured: main fails

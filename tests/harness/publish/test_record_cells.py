@@ -6,7 +6,7 @@ from publish_rig import again, bench, config_of
 from harness.publish import cells, labels, sections, site
 from harness.publish.selection import Shown
 from harness.records.read import read_all
-from harness.records.schema import Segment
+from harness.records.schema import Segment, Verdict
 
 GAIN = {"value": 0.05, "low": 0.04, "high": 0.06, "n": 5, "method": "t"}
 TRIPLETS = {"gain": GAIN, "gains": [0.05] * 6, "drifts": [0.0] * 6, "rejected": [3], "max_drift": 0.03}
@@ -54,7 +54,9 @@ def test_an_arm_with_the_baseline_s_ids_shows_its_own_gate(record):
     assert cells.identity(record, "strict-again") == "5/6 equal"
     record.gates["identities"]["strict-again"] |= {"mismatches": 2}
     assert cells.identity(record, "strict-again") == "differ 2/5"  # of a pass: no more than the baseline from itself
-    record.verdict.outcome = "fail"
+    record.verdict = Verdict("inconclusive", ["strict-again: tps_cost: expected at least -1 %, found -0.2 % [-3, +3]"])
+    assert cells.identity(record, "strict-again") == "differ 2/5"  # another reason than its ids
+    record.verdict = Verdict("fail", ["strict-again: 2 of 5 outputs differ from strict, first i0 at token 3"])
     assert cells.identity(record, "strict-again") == "FAIL 2/5"
     assert "A/A: the baseline again" in site.row(record, "strict-again", [1.0, 1.0])["key"]
 
