@@ -577,9 +577,8 @@ def _words(tensor: Tensor) -> Tensor:
 def _finish(columns: dict[str, Tensor], host: dict[str, Any], temperature: Tensor, recorder: Recorder) -> None:
     """The columns that come from the host, and what holds where nothing was drawn: q one-hot, no coin."""
     shape = (len(temperature), recorder.drafts)
-    for name in ("request", "step", "position", "flags", "length", "bonus"):
-        if name not in columns:
-            columns[name] = torch.tensor(host[name], dtype=torch.int32)
+    names = [name for name in _LISTS if name not in columns and name != "temperature"]
+    columns |= zip(names, torch.tensor([host[name] for name in names], dtype=torch.int32), strict=True)
     columns["temperature"] = temperature
     columns["log_q"] = torch.zeros(shape)
     columns["excess"] = torch.full(shape, torch.nan)

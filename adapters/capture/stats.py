@@ -76,7 +76,8 @@ def largest(logits: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     odd = ~((maxima[:, -2 * TOP] < least) & (maxima[:, -1] == maxima[:, -1]))
     marked = scratch.take("marked", z.shape, torch.bool).numpy()
     np.greater_equal(array, least[:, None], out=marked)
-    marked[odd] = np.arange(V) < TOP
+    if any_odd := odd.any():
+        marked[odd] = np.arange(V) < TOP
     at = np.flatnonzero(marked)
     row = at // V
     # One sort for all rows. Of a float's bits, those of a negative one turned, the order is that of the numbers.
@@ -86,7 +87,7 @@ def largest(logits: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     first = np.searchsorted(row, np.arange(len(z)))
     ids = torch.from_numpy(key[first[:, None] + np.arange(TOP)] & ((1 << shift) - 1))
     values = z.gather(1, ids)
-    if odd.any():
+    if any_odd:
         values[odd], ids[odd] = z[odd].topk(TOP, dim=-1)
     return values.view(*logits.shape[:-1], TOP), ids.view(*logits.shape[:-1], TOP)
 
@@ -120,8 +121,8 @@ def _by_torch(
 ) -> dict[str, Tensor]:
     """The same on a CPU, where the largest logits nearly always tell ties and rank without another pass."""
     K, V = drafts.shape[1], logits.shape[2]
-    known = (drafts >= 0) & (drafts < V)
-    z_x = logits[:, :K].gather(2, drafts.clamp(0, V - 1)[..., None])[..., 0].masked_fill(~known, torch.nan)
+    inside = drafts.clamp(0, V - 1)
+    z_x = logits[:, :K].gather(2, inside[..., None])[..., 0].masked_fill(inside != drafts, torch.nan)
     z_max = logits.gather(2, top[..., None])[..., 0]
     below, weight = (scratch.take(name, logits.shape) for name in ("below", "weight"))
     raw = _mass(torch.sub(logits, z_max[..., None], out=below), weight)
@@ -145,9 +146,11 @@ def _mass(below: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """below [..., V]: (z - max z) / T, weight: memory for as much -> log of the sum of exponentials, entropy. Both are
     written to."""
     total = torch.exp(below, out=weight).sum(-1)
-    # A masked logit, -inf, has no weight and no part in the entropy. Products in place: fresh memory of that size
-    # costs more than all else here.
-    return total.log(), total.log() - weight.mul_(below.clamp_(min=-1e4)).sum(-1) / total
+    # Products in place: fresh memory of that size costs more than all else here.
+    sums = weight.mul_(below).sum(-1)
+    if sums.isnan().any():  # a masked logit, -inf, has no weight and no part in the entropy
+        sums = torch.exp(below, out=weight).mul_(below.clamp_(min=-1e4)).sum(-1)
+    return total.log(), total.log() - sums / total
 
 
 def _rank(logits: Tensor, ids: Tensor, z: Tensor, tops: Tensor, at: Tensor) -> Tensor:

@@ -70,6 +70,56 @@ def test_row_statistics_are_those_of_the_oracle(seed, vocabulary, hot):
     torch.testing.assert_close(z.gather(2, found["top_ids"].long()), ordered, equal_nan=True, atol=0, rtol=0)
 
 
+def odd_rows(g: torch.Generator, n: int, vocabulary: int) -> torch.Tensor:
+    """[n, vocabulary]: plain, on a grid, of bfloat16, masked down to a few, alike, infinite, not a number, zeros of
+    both signs."""
+    z = 3 * torch.randn(n, vocabulary, generator=g)
+    kind = torch.randint(0, 9, (n,), generator=g)
+    z[kind == 1] = z[kind == 1].round()
+    z[kind == 2] = z[kind == 2].bfloat16().float()
+    few = torch.rand(n, vocabulary, generator=g) < 20 / vocabulary
+    z[(kind == 3)[:, None] & ~few] = -math.inf
+    z[kind == 4] = 1.5
+    z[kind == 5, : vocabulary // 3] = math.inf
+    z[(kind == 6)[:, None] & few] = math.nan
+    z[kind == 7] = torch.where(few[kind == 7], 0.0, -0.0)
+    z[kind == 8] = -math.inf
+    return z
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 2**31), st.sampled_from([5, 16, 1024, 1088, 2000, 2048, 4160]), st.integers(1, 12))
+def test_the_largest_are_those_of_torch(seed, vocabulary, n):
+    g = torch.Generator().manual_seed(seed)
+    z, scratch = odd_rows(g, 2 * n, vocabulary).view(2, n, vocabulary), stats.Scratch()
+    top = min(16, vocabulary)
+    for rows in (z, z.flip(0, 1)):  # the second time in memory that holds the first
+        values, ids = stats.largest(rows, scratch)
+        torch.testing.assert_close(values, rows.topk(top, -1).values, equal_nan=True, atol=0, rtol=0)
+        torch.testing.assert_close(rows.gather(2, ids), values, equal_nan=True, atol=0, rtol=0)
+        assert (ids.sort(-1).values.diff() > 0).all()
+
+
+def test_the_largest_of_a_large_vocabulary():
+    g = torch.Generator().manual_seed(0)
+    z = odd_rows(g, 18, 151_936)
+    values, ids = stats.largest(z, stats.Scratch())
+    torch.testing.assert_close(values, z.topk(16).values, equal_nan=True, atol=0, rtol=0)
+    torch.testing.assert_close(z.gather(1, ids), values, equal_nan=True, atol=0, rtol=0)
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(st.integers(0, 2**31))
+def test_rank_and_ties_are_counted_where_the_largest_do_not_tell(seed):
+    g = torch.Generator().manual_seed(seed)
+    z = odd_rows(g, 6 * (K + 1), 1088).view(6, K + 1, 1088)
+    drafts = torch.randint(-1, 1089, (6, K), generator=g)
+    found = stats.of_logits(z, drafts, z.argmax(-1), None)
+    wanted = rowstats.measure(z, torch.cat([drafts, torch.full((6, 1), -1)], 1), None)
+    torch.testing.assert_close(found["rank"], wanted.rank[:, :K])
+    torch.testing.assert_close(found["ties"], wanted.ties)
+
+
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(st.integers(0, 2**31))
 def test_the_sums_of_block_verification_are_the_oracles(seed):
