@@ -1,9 +1,11 @@
 """The recorder of one engine process: blocks in from the hot path, shards out from a thread of its own.
 
-The hot path never waits. On the CPU it keeps the tensors of a step and leaves the rest to the writer; on a GPU it
-queues the statistics on the engine's stream, a copy into pinned memory behind them, and an event that only the writer
-waits for. A block that finds the queue full is dropped and counted. An engine is often killed, not ended: what came is
-on disk after SHARD_SECONDS, IDLE_SECONDS after the last block, or when somebody asks for it (`sync`).
+The hot path never waits. On a GPU it queues the statistics on the engine's stream, a copy into pinned memory behind
+them, and an event that only the writer waits for. On the CPU it keeps the tensors of a step and measures them itself,
+some dozens at a time: every operation of another thread would take the interpreter's lock from it, which costs more
+than the work. Files are the writer's. A block that finds the queue full is dropped and counted. An engine is often
+killed, not ended: what came is on disk after SHARD_SECONDS, WAKE_SECONDS after the last block, or when somebody asks
+for it (`sync`).
 """
 
 from __future__ import annotations
@@ -51,9 +53,8 @@ SHARD_BLOCKS = 4096
 SHARD_BYTES = 256 << 20
 SHARD_SECONDS = 10.0  # a process that is killed loses no more than this
 CLOSE_SECONDS = 20.0
-BATCH_BLOCKS, BATCH_BYTES = 64, 4 << 20  # what the writer takes at a time: within a cache
-# The writer works seldom and then on many blocks: while it holds the interpreter's lock the engine's thread waits. A
-# turn in which nothing came ends the shard.
+BATCH_BLOCKS, BATCH_BYTES = 64, 4 << 20  # what is measured at a time: within a cache
+# The writer works seldom and then on many blocks. A turn in which nothing came ends the shard.
 WAKE_SECONDS, WAKE_STEPS, WAKE_SHARE = 2.0, 256, 8
 _LISTS = {  # columns, and where Blocks has them
     "request": "requests",
@@ -150,8 +151,11 @@ class Recorder:
         self._full: set[int] = set()  # captured with full rows
         self._requests: deque[list[Any]] = deque()
         self._ends: deque[list[int]] = deque()
-        self._asks: deque[tuple[threading.Event, bool]] = deque()  # of those who wait; whether for the disk
+        self._asks: deque[threading.Event] = deque()  # of those who wait
         self._queue: deque[_Step] = deque()
+        self._measured: deque[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = deque()  # bytes, columns, full rows
+        self._measuring = threading.Lock()  # of the two threads that may; the engine's does not wait for it
+        self._kept_up = False  # the engine's thread has measured since the writer's last turn
         self._added = self._taken = 0  # bytes; each is written by one thread alone
         self._room = settings.queue_mb << 20
         self._pool, self._scratch = _Pool(self._room), stats.Scratch()
@@ -208,11 +212,14 @@ class Recorder:
             return
         self._added += step.size
         self._queue.append(step)
-        if len(self._queue) >= WAKE_STEPS or (self._added - self._taken) * WAKE_SHARE >= self._room:
+        waiting = len(self._queue)
+        if step.blocks is not None and (waiting * len(step) >= BATCH_BLOCKS or waiting * step.size >= BATCH_BYTES):
+            self.measure()
+        if waiting >= WAKE_STEPS or (self._added - self._taken) * WAKE_SHARE >= self._room:
             self._wake.set()
 
     def _on_cpu(self, blocks: Blocks) -> _Step | None:
-        """As it is: the writer's work. Between two steps of a model no code of ours is in a cache, so little is run."""
+        """As it is: between two steps of a model no code of ours is in a cache, so little is run for a single one."""
         size, drawn = blocks.logits.nbytes, blocks.drawn
         if drawn is not None:
             size += drawn.p.nbytes + drawn.q.nbytes
@@ -222,6 +229,17 @@ class Recorder:
             if isinstance(value := getattr(blocks, name), Tensor):
                 setattr(blocks, name, value.tolist())
         return _Step(size, blocks)
+
+    def measure(self) -> None:
+        """Measure what is queued, unless another thread is at it. The engine serves on whatever happens here."""
+        if self._measuring.acquire(blocking=False):
+            try:
+                self._measure()
+                self._kept_up = True
+            except Exception as error:
+                self._failed(error)
+            finally:
+                self._measuring.release()
 
     def _captured(self, blocks: Blocks) -> Blocks:
         """The blocks of requests that are captured."""
@@ -297,12 +315,12 @@ class Recorder:
 
     # -- writer
 
-    def sync(self, timeout_s: float = 5.0, whole: bool = True) -> bool:
-        """Wait until everything that came so far is in a whole shard (else: was measured), or until the time is over.
+    def sync(self, timeout_s: float = 5.0) -> bool:
+        """Wait until everything that came so far is in a whole shard, or until the time is over.
 
         From any thread. False: not done."""
         ask = threading.Event()
-        self._asks.append((ask, whole))
+        self._asks.append(ask)
         self._wake.set()
         return ask.wait(timeout_s) if self._thread.is_alive() else False
 
@@ -343,37 +361,51 @@ class Recorder:
         signal.signal(signal.SIGTERM, on_sigterm)
         return True
 
-    @torch.inference_mode()
     def _run(self) -> None:
-        asks: list[tuple[threading.Event, bool]] = []
+        asks: list[threading.Event] = []
+        seen = 0
         try:
             woken = True
-            while True:
+            while self.error is None:
                 stopping = self._stopping  # read before the queue is: what came before it is written
                 asks = [self._asks.popleft() for _ in range(len(self._asks))]
-                came = self._drain()
+                came, seen = self._added != seen, self._added
+                due = bool(self._open) and time.monotonic() - self._born > SHARD_SECONDS
+                kept_up, self._kept_up = self._kept_up, False
+                if not kept_up or asks or due or stopping:
+                    with self._measuring:
+                        self._measure()
+                self._collect()
                 if stopping:
                     break
-                wanted = any(whole for _, whole in asks) or not (came or woken)
-                if wanted or (self._open and time.monotonic() - self._born > SHARD_SECONDS):
+                if due or asks or not (came or woken):
                     self._flush()
-                for ask, _ in asks:
+                for ask in asks:
                     ask.set()
                 woken = self._wake.wait(WAKE_SECONDS)
                 self._wake.clear()
-            self._flush()
-            self._manifest(closed=True)
-        except Exception as error:  # an engine serves on without its capture; the capture says that it is broken
-            self.error = f"{type(error).__name__}: {error}"
-            print(f"specaccept: capture stopped: {self.error}", file=sys.stderr, flush=True)
+            if self.error is None:
+                self._flush()
+                self._manifest(closed=True)
+        except Exception as error:
+            self._failed(error)
+        if self.error is not None:
+            self._queue.clear()
+            self._measured.clear()
             with contextlib.suppress(OSError):
                 self._manifest(closed=False)
-        for ask, _ in asks:
+        for ask in asks:
             ask.set()
 
-    def _drain(self) -> bool:
-        """Take what is queued. Whether there was anything."""
-        came = bool(self._queue)
+    def _failed(self, error: Exception) -> None:
+        """An engine serves on without its capture; the capture says that it is broken."""
+        self.error = f"{type(error).__name__}: {error}"
+        print(f"specaccept: capture stopped: {self.error}", file=sys.stderr, flush=True)
+        self._wake.set()
+
+    @torch.inference_mode()
+    def _measure(self) -> None:
+        """Everything that is queued, in order. Under `_measuring`."""
         while self._queue:
             steps: list[_Step] = []
             blocks = size = 0
@@ -384,13 +416,20 @@ class Recorder:
                 steps.append(step)
                 blocks, size = blocks + len(step), size + step.size
             if steps[0].event is not None:
-                self._append(_of_pinned(steps, self))
+                columns, rows = _of_pinned(steps, self)
             else:
-                self._append(_of_cpu([self._captured(step.blocks) for step in steps if step.blocks is not None], self))
+                raw = [self._captured(step.blocks) for step in steps if step.blocks is not None]
+                columns, rows = _of_cpu(raw, self)
+            self._measured.append((size, columns, rows))
+
+    def _collect(self) -> None:
+        """What was measured, into the open shard; whole ones to disk."""
+        while self._measured:
+            size, columns, rows = self._measured.popleft()
+            self._append((columns, rows))
             self._taken += size
             if self._open_blocks >= SHARD_BLOCKS or self._open_bytes >= SHARD_BYTES:
                 self._flush()
-        return came
 
     def _append(self, part: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
         columns, rows = part

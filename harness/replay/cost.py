@@ -1,9 +1,8 @@
 """What a capture costs the embedded engine: tokens/s with it over without, item by item in turn in one process.
 
-Both bounds are measured. Least: the engine's thread alone, the writer's work done behind the window. Most: the CPU time
-of the writer added to the window, as if no core were free for it. What a server pays lies between. A pair is one prompt
-with and without, one right behind the other, so that the load of the machine is in both; how long a loaded machine lets
-the writer wait for a core is in neither.
+Least: the engine's thread alone, which measures the blocks as well (at the end of every prompt here, in a server 64 at
+a time, which is cheaper). Most: the CPU time of the writer, which makes the files, added to it as if no core were free.
+A pair is one prompt with and without, one right behind the other, so that the load of the machine is in both.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
 
 from harness.records.run import now, write_atomically
 from harness.stats import change
@@ -63,31 +64,34 @@ def measure(prompts: int, rounds: int, rows: float, command: Sequence[str]) -> C
     options = Options(str(target), str(draft_folder), slots=1, limit=max(map(len, work)) + NEW_TOKENS)
     engine = build(model, draft, options)
     provenance = {"date": now(), "code": code(), "environment": environment(), "command": " ".join(command)}
-    # seconds: without, with, with and the writer's work; the same of all the process's CPU time.
-    seconds, cpu = np.zeros((rounds, len(work), 3)), np.zeros((rounds, len(work), 3))
+    # seconds: without, with, with and the CPU time of the writer, of a round and shared by its prompts; the same of all
+    # the process's CPU time.
+    seconds, cpu = np.zeros((2, rounds + 1, len(work), 3))
     tokens = np.zeros(len(work), np.int64)
     with tempfile.TemporaryDirectory() as folder:
         capture = Capture(Settings(Path(folder), rows=rows), engine, options.target, options.draft)
-        for turn in range(-1, rounds):  # the first time through warms up
+        for turn in track(range(rounds + 1), "rounds", console=Console(stderr=True), transient=True):
             for index, prompt in enumerate(work):
                 for on in (False, True) if (index + turn) % 2 else (True, False):
                     engine.capture = capture if on else None
                     begin, spent = time.perf_counter(), time.process_time()
                     done = engine.generate([request(prompt, NEW_TOKENS)])[0]
-                    found, used = [time.perf_counter() - begin], [time.process_time() - spent]
                     if on:
-                        capture.recorder.sync(60, whole=False)
-                        used.append(time.process_time() - spent)
-                        found.append(found[0] + used[1] - used[0])
+                        capture.recorder.measure()
+                    found, used = time.perf_counter() - begin, time.process_time() - spent
                     tokens[index] = len(done.output)
-                    if turn >= 0:
-                        seconds[turn, index, 1 if on else 0 :][: len(found)] = found
-                        cpu[turn, index, 1 if on else 0 :][: len(used)] = used
+                    seconds[turn, index, int(on)], cpu[turn, index, int(on)] = found, used
+            spent = time.process_time()
+            if not capture.recorder.sync(60):
+                raise CostError(f"capture: expected its files within 60 s, found {capture.recorder.error}")
+            files = (time.process_time() - spent) / len(work)
+            seconds[turn, :, 2], cpu[turn, :, 2] = seconds[turn, :, 1] + files, cpu[turn, :, 1] + files
         capture.close()
         recorder = capture.recorder
     if recorder.error is not None:
         raise CostError(f"capture: {recorder.error}")
-    return Cost(provenance, report(seconds, cpu, tokens, rows, recorder.blocks, recorder.dropped))
+    # The first time through warmed up.
+    return Cost(provenance, report(seconds[1:], cpu[1:], tokens, rows, recorder.blocks, recorder.dropped))
 
 
 def report(

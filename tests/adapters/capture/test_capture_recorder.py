@@ -363,6 +363,65 @@ def test_a_capture_that_breaks_ends_without_the_engine(tmp_path, monkeypatch, ca
     assert "No space left" in found["error"]
 
 
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """A recorder whose writer works only when it is asked, what measured each batch, and one block after another."""
+    monkeypatch.setattr(recorder, "WAKE_SECONDS", 3600)
+    made = Recorder(Settings(tmp_path), "test", K, V, ABOUT)
+    number, threads, measure = made.enter("r", "strict"), [], recorder._of_cpu
+
+    def measured(steps, own):
+        threads.append((threading.current_thread().name, len(steps)))
+        return measure(steps, own)
+
+    monkeypatch.setattr(recorder, "_of_cpu", measured)
+    assert made.sync()  # its first turn is over
+    yield made, threads, lambda first, count: [made.add(one_block(made, number, first + n)) for n in range(count)]
+    made.close()
+
+
+def test_on_a_cpu_the_engines_thread_measures_and_the_writer_only_what_is_left(engine):
+    made, threads, run = engine
+    here = threading.current_thread().name
+    run(0, 130)
+    assert threads == [(here, 64), (here, 64)]
+    assert made.sync()
+    assert threads[2:] == [("specaccept-capture", 2)]
+    run(130, 1)
+    made.measure()  # a benchmark's: what is queued, now
+    assert threads[3:] == [(here, 1)]
+    made.close()
+    found = reader.read(made.folder)
+    assert (found.closed, found.columns["step"].tolist()) == (True, list(range(131)))
+
+
+def test_the_engines_thread_does_not_wait_for_the_writer(engine):
+    made, threads, run = engine
+    with made._measuring:  # as while the writer measures
+        run(0, 70)
+    assert threads == []
+    run(70, 1)
+    assert [count for _, count in threads] == [64, 7]  # in order, as soon as it can
+    assert made.sync()
+    assert reader.read(made.folder).columns["step"].tolist() == list(range(71))
+
+
+def test_what_breaks_in_the_engines_thread_ends_the_capture_alone(engine, monkeypatch, capsys):
+    made, _, run = engine
+
+    def broken(*_):
+        raise RuntimeError("no such row")
+
+    monkeypatch.setattr(recorder, "_of_cpu", broken)
+    run(0, 66)  # the engine serves on
+    made.close()
+    assert (made.error, made.dropped) == ("RuntimeError: no such row", 2)
+    assert "capture stopped: RuntimeError: no such row" in capsys.readouterr().err
+    found = json.loads((made.folder / "manifest.json").read_text())
+    assert (found["error"], found["closed"]) == (made.error, False)
+    assert not made._queue
+
+
 KILLED = """
     import os, signal, sys, torch
     sys.path[:0] = sys.argv[2:]
