@@ -498,10 +498,7 @@ def _of_cpu(steps: list[Blocks], recorder: Recorder) -> tuple[dict[str, Tensor],
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     host = {name: [value for step in steps for value in getattr(step, of)] for name, of in _LISTS.items()}
-    parts = [step.logits for step in steps]
-    logits, drafts, top = parts[0], joined("drafts"), joined("top")
-    if len(parts) > 1:
-        logits = torch.cat(parts, out=recorder._scratch.take("logits", (len(drafts), *logits.shape[1:])))
+    logits, drafts, top = recorder._scratch.joined("logits", [s.logits for s in steps]), joined("drafts"), joined("top")
     temperature = torch.tensor(host["temperature"], dtype=torch.float32)
     inverse = 1 / temperature if recorder._scaled(host["temperature"]) else None
     columns = stats.of_logits(logits, drafts, top, inverse, recorder._scratch)
@@ -520,8 +517,9 @@ def _of_cpu(steps: list[Blocks], recorder: Recorder) -> tuple[dict[str, Tensor],
             at += [first + row for row in step.drawn.rows]
         first += len(step.requests)
     if drawn := [step.drawn for step in steps if step.drawn is not None]:
-        p, q = torch.cat([each.p for each in drawn]), torch.cat([each.q for each in drawn])
-        found = stats.of_probs(drafts[at], p, q)
+        p = recorder._scratch.joined("p", [each.p for each in drawn])
+        q = recorder._scratch.joined("q", [each.q for each in drawn])
+        found = stats.of_probs(drafts[at], p, q, recorder._scratch)
         unknown = torch.full((1, recorder.drafts), torch.nan)
         coins = [unknown.expand(len(each.rows), -1) if each.coins is None else each.coins for each in drawn]
         found["coin"] = torch.cat([coin.float() for coin in coins])

@@ -32,6 +32,12 @@ class Scratch:
             self.kept[name] = torch.empty(size, dtype=dtype)
         return self.kept[name][:size].view(*shape)
 
+    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Float tensors behind one another; a single one as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(tuple(parts), out=self.take(name, (sum(map(len, parts)), *parts[0].shape[1:])))
+
 
 def of_logits(
     logits: Tensor, drafts: Tensor, top: Tensor, inverse: Tensor | None, scratch: Scratch | None = None
@@ -173,7 +179,7 @@ def _ties(logits: Tensor, z: Tensor, tops: Tensor) -> Tensor:
     return torch.from_numpy(count)
 
 
-def of_probs(drafts: Tensor, p: Tensor, q: Tensor) -> dict[str, Tensor]:
+def of_probs(drafts: Tensor, p: Tensor, q: Tensor, scratch: Scratch | None = None) -> dict[str, Tensor]:
     """drafts [m, K] drawn from q [m, K, V]; p [m, K + 1, V] after temperature, top-k and top-p
     -> log_p, log_q, excess [m, K] float32.
 
@@ -189,7 +195,17 @@ def of_probs(drafts: Tensor, p: Tensor, q: Tensor) -> dict[str, Tensor]:
     ratio = torch.where(ratio >= 0, ratio, 0.0)
     w, sums = torch.ones_like(p_x[:, 0]), []
     for i in range(K):
-        mass = w[:, None] * p[:, i] - q[:, i]
-        sums.append(torch.where(mass > 0, mass, 0.0).sum(-1))
+        sums.append(_excess(w, p[:, i], q[:, i], scratch))
         w = (w * ratio[:, i]).clamp(max=1.0)
     return {"log_p": p_x.log(), "log_q": q_x.log(), "excess": torch.stack(sums, 1).float()}
+
+
+def _excess(w: Tensor, p: Tensor, q: Tensor, scratch: Scratch | None) -> Tensor:
+    """w [m], p, q [m, V] -> [m]: sum_v max(w p(v) - q(v), 0), where NaN is no excess."""
+    if scratch is not None:  # in place: fresh memory costs more than the sums
+        mass = torch.mul(p, w[:, None], out=scratch.take("below", p.shape)).sub_(q)
+        total = mass.clamp_(min=0).sum(-1)
+        if not total.isnan().any():
+            return total
+    mass = w[:, None] * p - q
+    return torch.where(mass > 0, mass, 0.0).sum(-1)

@@ -42,6 +42,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=count, default=5, help="of --overhead: times through them (default 5)")
     parser.add_argument("--rows", type=share, default=0.0, help="of --overhead: share of requests with full rows")
     parser.add_argument(
+        "--sampled", action="store_true", help="of --overhead: at temperature 1 under chain (default: greedy, strict)"
+    )
+    parser.add_argument(
         "--out", type=Path, help="of --overhead: file of the record (default results/captures/<UTC>.json)"
     )
     args = parser.parse_args()
@@ -66,7 +69,8 @@ def main() -> int:
         if out.exists():
             raise cost.CostError(f"{out}: expected no file, found one")
         _takes_files(out.parent)  # before it is measured
-        found = cost.measure(args.prompts, args.rounds, args.rows, ["python -m harness.replay", *sys.argv[1:]])
+        command = ["python -m harness.replay", *sys.argv[1:]]
+        found = cost.measure(args.prompts, args.rounds, args.rows, args.sampled, command)
         cost.write(out, found)
         cost.show(found)
         print(f"record: {out}")

@@ -47,20 +47,25 @@ class Cost(msgspec.Struct, forbid_unknown_fields=True):
     report: dict[str, Any]
 
 
-def measure(prompts: int, rounds: int, rows: float, command: Sequence[str]) -> Cost:
-    """The tiny pair, greedy, one request at a time."""
+def measure(prompts: int, rounds: int, rows: float, sampled: bool, command: Sequence[str]) -> Cost:
+    """The tiny pair, one request at a time: greedy under strict, or sampled at temperature 1 under chain."""
     import torch
 
     from adapters.capture import Settings
-    from harness.engines.reference.benchmark import PAIR, prompts_of, read_pair, request
+    from adapters.policy import Policy
+    from harness.engines.reference.benchmark import PAIR, prompts_of, read_pair
     from harness.engines.reference.capture import Capture
+    from harness.engines.reference.engine import Request
     from harness.engines.reference.loading import Options, build, set_threads
+    from harness.engines.reference.sampling import Sampling
     from harness.records.provenance import code, environment
 
     target, draft_folder = PAIR / "tiny-qwen3", PAIR / "tiny-qwen3-dspark-block7"
     model, draft = read_pair(target, draft_folder, torch.float32, "cpu")
     set_threads(model, None)
     work = prompts_of(target, prompts)
+    temperature, policy = (1.0, Policy("chain")) if sampled else (0.0, None)
+    params = Sampling(temperature=temperature, max_new_tokens=NEW_TOKENS, seed=0, policy=policy)
     options = Options(str(target), str(draft_folder), slots=1, limit=max(map(len, work)) + NEW_TOKENS)
     engine = build(model, draft, options)
     provenance = {"date": now(), "code": code(), "environment": environment(), "command": " ".join(command)}
@@ -75,7 +80,7 @@ def measure(prompts: int, rounds: int, rows: float, command: Sequence[str]) -> C
                 for on in (False, True) if (index + turn) % 2 else (True, False):
                     engine.capture = capture if on else None
                     begin, spent = time.perf_counter(), time.process_time()
-                    done = engine.generate([request(prompt, NEW_TOKENS)])[0]
+                    done = engine.generate([Request("cost", prompt, params)])[0]
                     if on:
                         capture.recorder.measure()
                     found, used = time.perf_counter() - begin, time.process_time() - spent
@@ -91,11 +96,17 @@ def measure(prompts: int, rounds: int, rows: float, command: Sequence[str]) -> C
     if recorder.error is not None:
         raise CostError(f"capture: {recorder.error}")
     # The first time through warmed up.
-    return Cost(provenance, report(seconds[1:], cpu[1:], tokens, rows, recorder.blocks, recorder.dropped))
+    return Cost(provenance, report(seconds[1:], cpu[1:], tokens, rows, sampled, recorder.blocks, recorder.dropped))
 
 
 def report(
-    seconds: NDArray[Any], cpu: NDArray[Any], tokens: NDArray[Any], rows: float, blocks: int, dropped: int
+    seconds: NDArray[Any],
+    cpu: NDArray[Any],
+    tokens: NDArray[Any],
+    rows: float,
+    sampled: bool,
+    blocks: int,
+    dropped: int,
 ) -> dict[str, Any]:
     """seconds, cpu [rounds, prompts, 3]: without, with, with and the writer's work. tokens [prompts]."""
     rounds, prompts = seconds.shape[:2]
@@ -108,6 +119,7 @@ def report(
     return {
         "engine": "specaccept-reference",
         "rows": rows,
+        "sampled": sampled,
         "prompts": prompts,
         "rounds": rounds,
         "tokens": int(tokens.sum() * rounds),
@@ -157,7 +169,7 @@ def row(cost: Cost) -> list[str]:
     rows = "compact" if not told["rows"] else f"full rows of {told['rows']:.0%}"
     return [
         told["engine"],
-        rows,
+        f"{rows}, sampled" if told.get("sampled") else rows,
         f"{_percent(told['most'])} ({_verdict(told['within_bar'])})",
         _percent(told["least"]),
         f"{told['prompts']} prompts x {told['rounds']}",

@@ -138,6 +138,24 @@ def test_the_sums_of_block_verification_are_the_oracles(seed):
     )
 
 
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(st.integers(0, 2**31), st.booleans())
+def test_the_same_sums_in_memory_that_is_used_again(seed, odd):
+    g, scratch = torch.Generator().manual_seed(seed), stats.Scratch()
+    for _ in range(2):
+        q = torch.softmax(2 * torch.randn(5, K, V, generator=g), -1)
+        p = torch.softmax(2 * torch.randn(5, K + 1, V, generator=g), -1)
+        p[torch.rand(p.shape, generator=g) < 0.3] = 0.0
+        if odd:
+            p[1, 0, 3], q[2, 1, 4], q[3, 2] = math.nan, math.nan, math.inf
+        drafts = torch.randint(-1, V + 1, (5, K), generator=g)
+        before = p.clone(), q.clone()
+        for name, own in stats.of_probs(drafts, p, q, scratch).items():
+            wanted = stats.of_probs(drafts, p, q)[name]
+            torch.testing.assert_close(own, wanted, atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close((p, q), before, equal_nan=True, atol=0, rtol=0)  # the engine's: read only
+
+
 def steps(seed: int, requests: int, count: int):
     """Steps of a varying company, some requests of which are sampled: (rows, Blocks without numbers, raw tensors)."""
     g = torch.Generator().manual_seed(seed)

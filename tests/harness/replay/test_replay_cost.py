@@ -16,7 +16,7 @@ def made(slower: float, noise: float = 0.0, prompts: int = 12, rounds: int = 4) 
     load = rng.uniform(1, 3, (rounds, prompts, 1))
     jitter = 1 + noise * rng.normal(size=(rounds, prompts, 3))
     seconds = 0.1 * load * jitter * np.array([1, 1 + slower / 2, 1 + slower])
-    told = cost.report(seconds, seconds, np.full(prompts, 50), 0.0, 700, 0)
+    told = cost.report(seconds, seconds, np.full(prompts, 50), 0.0, False, 700, 0)
     machine = {"cpu": "a CPU", "cores": 2, "load_average": [0.1, 0, 0]}
     return cost.Cost({"date": "2026-01-01T00:00:00Z", "environment": machine}, told)
 
@@ -53,6 +53,22 @@ def test_a_record_is_written_once_and_read_as_a_row(tmp_path, capsys):
     path.write_text("{}")
     with pytest.raises(cost.CostError, match=r"captures/a\.json"):
         cost.read_all(tmp_path)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_capture_is_measured(sampled, capsys):
+    found = cost.measure(2, 2, 0.0, sampled, ["a", "command"])
+    told = found.report
+    seconds = np.array(told["seconds"])
+    assert seconds.shape == (2, 2, 3)
+    assert (seconds > 0).all()
+    assert (seconds[..., 2] > seconds[..., 1]).all()  # the files took time
+    assert told["blocks"] % 3 == 0  # each prompt once to warm up and twice with, in as many steps
+    assert 3 * told["tokens"] / 2 / 8 <= told["blocks"] <= 3 * told["tokens"] / 2
+    assert (told["dropped"], told["sampled"]) == (0, sampled)
+    assert cost.row(found)[1] == ("compact, sampled" if sampled else "compact")
+    cost.show(found)
+    assert f"{told['blocks']:,} blocks captured, 0 dropped" in capsys.readouterr().out
 
 
 def test_nothing_is_measured_for_a_file_that_exists(tmp_path, monkeypatch, capsys):
