@@ -53,7 +53,7 @@ SHARD_BLOCKS = 4096
 SHARD_BYTES = 256 << 20
 SHARD_SECONDS = 10.0  # a process that is killed loses no more than this
 CLOSE_SECONDS = 20.0
-BATCH_BLOCKS, BATCH_BYTES = 64, 4 << 20  # what is measured at a time: within a cache
+BATCH_BLOCKS, BATCH_BYTES = 64, 12 << 20  # what is measured at a time
 # The writer works seldom and then on many blocks. A turn in which nothing came ends the shard.
 WAKE_SECONDS, WAKE_STEPS, WAKE_SHARE = 2.0, 256, 8
 _LISTS = {  # columns, and where Blocks has them
@@ -242,8 +242,9 @@ class Recorder:
                 self._measuring.release()
 
     def _captured(self, blocks: Blocks) -> Blocks:
-        """The blocks of requests that are captured."""
-        if min(blocks.requests) >= 0 and blocks.drawn is None:
+        """The blocks of requests that are captured; Drawn of those whose drafts were drawn."""
+        drawn = () if blocks.drawn is None else blocks.drawn.rows
+        if min(blocks.requests) >= 0 and all(blocks.flags[row] & DRAWN for row in drawn):
             return blocks
         return _selected(blocks, [i for i, number in enumerate(blocks.requests) if number >= 0])
 
