@@ -1,8 +1,8 @@
 """What a capture costs the embedded engine: tokens/s with it over without, item by item in turn in one process.
 
-Least: the engine's thread alone, which measures the blocks as well (at the end of every prompt here, in a server 64 at
-a time, which is cheaper). Most: the CPU time of the writer, which makes the files, added to it as if no core were free.
-A pair is one prompt with and without, one right behind the other, so that the load of the machine is in both.
+Least: the engine's thread alone, which measures the blocks as well, 64 at a time and so in every third answer or so.
+Most: the CPU time of the writer, which measures what a round leaves and makes the files, added to it as if no core were
+free. A pair is one prompt with and without, one right behind the other, so that the load of the machine is in both.
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ def measure(prompts: int, rounds: int, rows: float, sampled: bool, command: Sequ
                     engine.capture = capture if on else None
                     begin, spent = time.perf_counter(), time.process_time()
                     done = engine.generate([Request("cost", prompt, params)])[0]
-                    if on:
-                        capture.recorder.measure()
                     found, used = time.perf_counter() - begin, time.process_time() - spent
                     tokens[index] = len(done.output)
                     seconds[turn, index, int(on)], cpu[turn, index, int(on)] = found, used

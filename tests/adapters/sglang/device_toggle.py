@@ -35,6 +35,7 @@ OFF = "off"
 ORDER = (True, False, False, True)  # of a flipped request's segments
 POLICIES = {OFF: None} | ARMS | {"asd-m0": ARMS["asd"] | {"max_mismatches": 0}}
 EXACT = (OFF, "none", "strict", "asd-b0", "asd-m0")
+FLIPPED = ("none", "strict", "asd-b0")  # a walk needs what its step left, and cannot change sides between the two
 BAR = 0.99
 RESAMPLES = 4000
 ENTRY = "[sglang.srt.plugins]\nspecaccept-toggle = toggle_plugin:register\n"
@@ -264,7 +265,7 @@ def main() -> int:
     parser.add_argument("--flips", type=float, default=20.0, help="seconds of each number of requests; 0: none")
     parser.add_argument("--flip-rows", type=int, nargs="+", default=[1, 16], help="requests that share their steps")
     parser.add_argument("--every", type=int, default=25, help="verify steps between flips")
-    parser.add_argument("--flip-arm", default="asd-b0", choices=list(EXACT))
+    parser.add_argument("--flip-arm", default="asd-b0", choices=FLIPPED)
     parser.add_argument("--flip-tokens", type=int, default=1400)
     parser.add_argument("--ready-limit", type=float, default=400)
     parser.add_argument("--server", default=SERVER)
