@@ -36,9 +36,13 @@ def find_loop(
     array = np.asarray(ids, dtype=np.int64)
     best: Loop | None = None
     for period in range(1, min(max_period, len(array) // min_repeats) + 1):
-        start, length = _longest_run(array[period:] == array[:-period])
+        equal = array[period:] == array[:-period]
+        least = max(min_tokens, min_repeats * period)
+        if np.count_nonzero(equal) < least - period:  # nearly always: not even all of them make a run
+            continue
+        start, length = _longest_run(equal)
         length += period
-        if length >= max(min_tokens, min_repeats * period) and (best is None or length > best.length + period):
+        if length >= least and (best is None or length > best.length + period):
             best = Loop(period, start, length)
     return best
 
